@@ -1,0 +1,29 @@
+"""regard: exact self-attention over images.
+
+How an image flows: `images` turns files into batches, `layers` and `models` turn a batch into
+logits, `runs` turns batches into a run folder, `views` makes a run folder something seen and
+`deploy` something shipped; `weights` takes other people's checkpoints and modules in and out,
+`study` makes many runs one answer. docs/architecture.md is the map.
+
+The axis letters, used everywhere: b batch, c channels, h w rows and columns (of pixels or
+patches), n tokens (m where keys and queries differ), g heads, d width of a head (e of its value).
+"""
+
+from regard.errors import InputError, MissingExtraError, RegardError
+from regard.layers.attend import attend
+from regard.layers.pixel_attention import PixelAttention, pixel_attention
+from regard.models.create import create
+from regard.models.simple_vit import SimpleViT
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "InputError",
+    "MissingExtraError",
+    "PixelAttention",
+    "RegardError",
+    "SimpleViT",
+    "attend",
+    "create",
+    "pixel_attention",
+]

@@ -1,0 +1,35 @@
+"""The errors regard raises on purpose.
+
+Every message says what came, what was needed and what to do. The command line turns
+`RegardError.exit_code` into its exit status; anything else that escapes is our fault (1).
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class RegardError(Exception):
+    """Base of all deliberate errors."""
+
+    exit_code = 2
+
+
+class InputError(RegardError, ValueError):
+    """An argument, file or setting that cannot be used as it is."""
+
+
+class MissingExtraError(RegardError, ImportError):
+    """An optional package is needed that is not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package}, which is not installed: "
+            f"pip install 'regard[{extra}]'"
+        )
+
+
+def nearest(name: str, valid: Iterable[str], how_many: int = 3) -> str:
+    """A phrase naming the valid names closest to `name`, for use in a refusal."""
+    names = list(valid)
+    close = difflib.get_close_matches(name, names, n=how_many, cutoff=0.4) or names[:how_many]
+    return "nearest: " + ", ".join(close) if close else "there are none"

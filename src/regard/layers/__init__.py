@@ -1,0 +1,1 @@
+"""Tensors to tensors: attention, its norms, positions and blocks."""

@@ -1,0 +1,36 @@
+"""Refusals of arguments that the layers share."""
+
+import operator
+from typing import Any
+
+from regard.errors import InputError
+
+
+def count(value: Any, name: str) -> int:
+    """`value` as a positive integer; True and 2.0 are none."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 1:
+        raise InputError(f"{name}={value!r}: give a positive integer")
+    return number
+
+
+def divisor(value: Any, name: str, total: int, what: str) -> int:
+    """`value` as a positive integer that divides `total`, the number of `what`."""
+    number = count(value, name)
+    if total % number:
+        choices = [str(i) for i in range(1, total + 1) if total % i == 0]
+        raise InputError(
+            f"{name}={number} does not divide the {total} {what}: give one of {', '.join(choices)}"
+        )
+    return number
+
+
+def pair(value: Any, name: str) -> tuple[int, int]:
+    """`value` as (height, width) of positive integers; one integer stands for both."""
+    sides = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    if len(sides) != 2:
+        raise InputError(f"{name}={value!r}: give a positive integer, or two as (height, width)")
+    return count(sides[0], name), count(sides[1], name)

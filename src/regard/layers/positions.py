@@ -1,0 +1,46 @@
+"""Two-dimensional sine-cosine positions."""
+
+import torch
+from torch import Tensor
+
+from regard.errors import InputError
+
+
+def check_position_dim(dim: int) -> None:
+    """Refuse a width that the position formula cannot fill."""
+    if dim % 4 != 0 or dim < 4:
+        raise InputError(
+            f"dim={dim} cannot hold 2-D sine-cosine positions: each of sin x, cos x, sin y, cos y "
+            "takes a quarter of it, so dim must be a multiple of 4, at least 8"
+        )
+    if dim == 4:
+        raise InputError(
+            "dim=4 leaves one frequency, and the frequencies' exponents i / (dim/4 - 1) divide by "
+            "zero; use dim of at least 8"
+        )
+
+
+def sincos_2d(
+    h: int,
+    w: int,
+    dim: int,
+    *,
+    temperature: float = 10_000.0,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Positions (h·w, dim) of an h × w grid, row-major, float32.
+
+    Row i·w + j is [sin jω, cos jω, sin iω, cos iω] with ω_t = temperature^(-t/(dim/4 - 1)),
+    t = 0 … dim/4 - 1, and integer coordinates i, j: they are never rescaled, so the position of
+    a patch does not depend on the size of the picture it is in.
+    Source: Beyer, Zhai, Kolesnikov 2022, arXiv 2205.01580; vit-pytorch's `posemb_sincos_2d`.
+    """
+    check_position_dim(dim)
+    quarter = dim // 4
+    exponent = torch.arange(quarter, device=device) / (quarter - 1)
+    omega = 1.0 / temperature**exponent
+    y = torch.arange(h, device=device)[:, None] * omega
+    x = torch.arange(w, device=device)[:, None] * omega
+    x = torch.cat((x.sin(), x.cos()), dim=1)[None, :, :].expand(h, w, dim // 2)
+    y = torch.cat((y.sin(), y.cos()), dim=1)[:, None, :].expand(h, w, dim // 2)
+    return torch.cat((x, y), dim=2).reshape(h * w, dim)

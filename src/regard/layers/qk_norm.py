@@ -1,0 +1,99 @@
+"""Normalisation of queries and keys, per head, before their product."""
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import InputError, nearest
+
+Form = Literal["unit", "rms", "layer"]
+FORMS: tuple[str, ...] = get_args(Form)
+
+# The smallest length, and the smallest mean square, that is divided by; zeros stay zeros.
+UNIT_EPS = 1e-12
+RMS_EPS = 1e-6
+
+
+def unit_norm(x: Tensor) -> Tensor:
+    """x / max(‖x‖₂, 1e-12) over the last dimension, computed and returned in float32 or wider.
+
+    As `torch.nn.functional.normalize`, except that float16 zeros give zeros, not NaN.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return nn.functional.normalize(x, dim=-1, eps=UNIT_EPS)
+
+
+class QKNorm(nn.Module):
+    """Per-head normalisation of queries or keys (…, g, n, d) with a learned gain per channel.
+
+    ======== ============================================ ============== ====================
+    form     formula, with learned gain γ (g, 1, d)       scale s of q·k initial logit s·q·k
+    ======== ============================================ ============== ====================
+    "unit"   x / ‖x‖₂ · √d · γ,       γ starts at 1/√d    1              in [-1, 1]
+    "rms"    x / √(mean(x²) + 1e-6) · γ,   γ starts at 1  1/√d           in [-√d, √d]
+    "layer"  (x - mean) / √(var + 1e-6) · γ + β, β at 0   1/√d           in [-√d, √d]
+    ======== ============================================ ============== ====================
+
+    "unit" is the norm of vit-pytorch's `simple_vit_with_qk_norm` (after ViT-22B,
+    arXiv 2302.05442): queries and keys start as unit vectors and no 1/√d follows, so a logit
+    starts as a cosine. "rms" and "layer" are what most other projects call QK norm: the norm is
+    followed by the usual 1/√d. The norm is computed in float32; the result has x's dtype.
+    """
+
+    def __init__(
+        self,
+        form: Form,
+        num_heads: int,
+        dim_head: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_form(form)
+        self.form = form
+        start = 1 / math.sqrt(dim_head) if form == "unit" else 1.0
+        shape = (num_heads, 1, dim_head)
+        self.gamma = nn.Parameter(torch.full(shape, start, device=device, dtype=dtype))
+        self.beta: nn.Parameter | None = None
+        if form == "layer":
+            self.beta = nn.Parameter(torch.zeros(shape, device=device, dtype=dtype))
+
+    def logit_scale(self) -> float:
+        """The factor s on q·k that goes with this form: 1, or 1/√d."""
+        return logit_scale(self.form, self.gamma.shape[-1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x (…, g, n, d); same shape and dtype."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        d = x.shape[-1]
+        if self.form == "unit":
+            normed = unit_norm(wide) * math.sqrt(d)
+        elif self.form == "rms":
+            normed = nn.functional.rms_norm(wide, (d,), eps=RMS_EPS)
+        else:
+            normed = nn.functional.layer_norm(wide, (d,), eps=RMS_EPS)
+        normed = normed * self.gamma
+        if self.beta is not None:
+            normed = normed + self.beta
+        return normed.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        heads, _, width = self.gamma.shape
+        return f"{self.form!r}, num_heads={heads}, dim_head={width}"
+
+
+def check_form(form: str | None) -> None:
+    """Refuse a name that is no form of QK norm; None, no norm, is fine."""
+    if form is not None and form not in FORMS:
+        raise InputError(
+            f"qk_norm={form!r} is unknown; it is one of {', '.join(FORMS)} or None "
+            f"({nearest(str(form), FORMS)})"
+        )
+
+
+def logit_scale(form: str | None, dim_head: int) -> float:
+    """The factor on q·k: 1 for "unit", whose logits start as cosines; else 1/√d."""
+    return 1.0 if form == "unit" else 1 / math.sqrt(dim_head)

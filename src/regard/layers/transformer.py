@@ -1,0 +1,95 @@
+"""Pre-norm transformer blocks whose attention is `attend`."""
+
+import torch
+from torch import Tensor, nn
+
+from regard.layers.attend import attend
+from regard.layers.qk_norm import Form, QKNorm, logit_scale
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention over tokens, with optional QK norm.
+
+    z = LayerNorm(x);  [q, k, v] = z W_qkvᵀ, split into heads as contiguous runs of channels;
+    q, k ← QKNorm(q), QKNorm(k);  head = softmax(s q kᵀ) v;  returns [heads] W_outᵀ.
+    The scale s is 1 for `qk_norm="unit"` and 1/√d otherwise (see `QKNorm`). No biases.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        dim_head: int,
+        qk_norm: Form | None = "unit",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        inner = num_heads * dim_head
+        self.num_heads = num_heads
+        self.dim_head = dim_head
+        self.scale = logit_scale(qk_norm, dim_head)
+        self.norm = nn.LayerNorm(dim, device=device, dtype=dtype)
+        self.qkv = nn.Linear(dim, 3 * inner, bias=False, device=device, dtype=dtype)
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if qk_norm is not None:
+            self.q_norm = QKNorm(qk_norm, num_heads, dim_head, device=device, dtype=dtype)
+            self.k_norm = QKNorm(qk_norm, num_heads, dim_head, device=device, dtype=dtype)
+        self.out = nn.Linear(inner, dim, bias=False, device=device, dtype=dtype)
+
+    def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The tensors given to `attend`, each (b, g, n, d), from tokens x (b, n, dim)."""
+        b, n, _ = x.shape
+        packed = self.qkv(self.norm(x)).view(b, n, 3, self.num_heads, self.dim_head)
+        q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)  # b n (3 g d) -> 3 b g n d
+        return self.q_norm(q), self.k_norm(k), v
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.queries_keys_values(x)
+        heads = attend(q, k, v, scale=self.scale)
+        return self.out(heads.transpose(1, 2).flatten(2))  # b g n d -> b n (g d)
+
+
+class MLP(nn.Module):
+    """W_down GELU(W_up LayerNorm(x)), with biases; GELU is the exact one, by erf."""
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim, device=device, dtype=dtype)
+        self.up = nn.Linear(dim, hidden, device=device, dtype=dtype)
+        self.down = nn.Linear(hidden, dim, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Block(nn.Module):
+    """x ← x + Attention(x);  x ← x + MLP(x)."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        dim_head: int,
+        mlp_dim: int,
+        qk_norm: Form | None = "unit",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.attention = Attention(dim, num_heads, dim_head, qk_norm, device=device, dtype=dtype)
+        self.mlp = MLP(dim, mlp_dim, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        return x + self.mlp(x)

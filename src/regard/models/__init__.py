@@ -1,0 +1,1 @@
+"""A batch of images to logits."""

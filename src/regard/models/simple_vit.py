@@ -1,0 +1,177 @@
+"""SimpleViT with QK norm, at any image size."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import InputError
+from regard.layers.checks import count, pair
+from regard.layers.patches import check_divisible, patchify
+from regard.layers.positions import check_position_dim, sincos_2d
+from regard.layers.qk_norm import Form, check_form
+from regard.layers.transformer import Block
+
+Size = int | tuple[int, int]
+
+
+class PatchEmbedding(nn.Module):
+    """Tokens (b, n, dim) from images (b, c, h, w): LayerNorm(W LayerNorm(patch) + bias)."""
+
+    def __init__(
+        self,
+        channels: int,
+        patch: tuple[int, int],
+        dim: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.patch = patch
+        width = channels * patch[0] * patch[1]
+        self.norm_in = nn.LayerNorm(width, device=device, dtype=dtype)
+        self.project = nn.Linear(width, dim, device=device, dtype=dtype)
+        self.norm_out = nn.LayerNorm(dim, device=device, dtype=dtype)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.norm_out(self.project(self.norm_in(patchify(images, self.patch))))
+
+
+class SimpleViT(nn.Module):
+    """A plain vision transformer: sine-cosine positions, mean pooling, QK norm.
+
+    tokens = PatchEmbedding(images) + sincos_2d;  depth × Block;  LayerNorm;
+    features = LayerNorm(mean over tokens);  logits = W features + bias.
+
+    Args:
+        image_size: the size to train and export at, an integer or (height, width), in pixels.
+            Any size that the patch divides works at call time.
+        patch_size: an integer or (height, width), in pixels.
+        num_classes: an integer adds a classifier, and the model returns logits (b, num_classes);
+            None returns the features (b, dim), as the source does.
+        dim: width of a token; a multiple of 4, at least 8.
+        depth: number of blocks.
+        heads: number of attention heads.
+        mlp_dim: hidden width of each block's MLP.
+        channels: image channels.
+        dim_head: width of a head; heads · dim_head need not equal dim.
+        qk_norm: "unit" (the source's), "rms", "layer" or None; see `layers.qk_norm.QKNorm`.
+
+    Initialisation: linear weights of the blocks are Glorot-uniform (each of q, k, v by itself),
+    the patch projection LeCun-normal, biases zero, the classifier zero (so the first loss is
+    log num_classes); norms start at gain 1, and QK gains as `QKNorm` says.
+
+    Source: vit-pytorch's `simple_vit_with_qk_norm` (the same numbers with its weights, see
+    `regard.weights.convert`); Beyer, Zhai, Kolesnikov 2022, arXiv 2205.01580. Where we differ:
+    `num_classes` is used, positions follow the size of the input, and no n × n matrix is kept.
+    """
+
+    def __init__(
+        self,
+        *,
+        image_size: Size,
+        patch_size: Size,
+        num_classes: int | None,
+        dim: int,
+        depth: int,
+        heads: int,
+        mlp_dim: int,
+        channels: int = 3,
+        dim_head: int = 64,
+        qk_norm: Form | None = "unit",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        height, width = pair(image_size, "image_size")
+        patch = pair(patch_size, "patch_size")
+        check_divisible(height, width, patch)
+        counts = {"dim": dim, "depth": depth, "heads": heads, "mlp_dim": mlp_dim}
+        counts |= {"channels": channels, "dim_head": dim_head}
+        if num_classes is not None:
+            counts["num_classes"] = num_classes
+        for name, value in counts.items():
+            count(value, name)
+        check_position_dim(dim)
+        check_form(qk_norm)
+        #: The arguments that rebuild this model, JSON-ready: SimpleViT(**model.config).
+        self.config: dict[str, Any] = {
+            "image_size": [height, width],
+            "patch_size": list(patch),
+            "num_classes": num_classes,
+            "dim": dim,
+            "depth": depth,
+            "heads": heads,
+            "mlp_dim": mlp_dim,
+            "channels": channels,
+            "dim_head": dim_head,
+            "qk_norm": qk_norm,
+        }
+        self.image_size = (height, width)
+        self.patch_size = patch
+        self.channels = channels
+        self.num_classes = num_classes
+        self.embed = PatchEmbedding(channels, patch, dim, device=device, dtype=dtype)
+        self.blocks = nn.ModuleList(
+            Block(dim, heads, dim_head, mlp_dim, qk_norm, device=device, dtype=dtype)
+            for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim, device=device, dtype=dtype)
+        self.features_norm = nn.LayerNorm(dim, device=device, dtype=dtype)
+        self.classifier: nn.Linear | None = None
+        if num_classes is not None:
+            self.classifier = nn.Linear(dim, num_classes, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the linear weights anew, as the class says."""
+        for module in self.modules():
+            if isinstance(module, Block):
+                for weight in module.attention.qkv.weight.chunk(3):
+                    nn.init.xavier_uniform_(weight)
+                for linear in (module.attention.out, module.mlp.up, module.mlp.down):
+                    nn.init.xavier_uniform_(linear.weight)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        project = self.embed.project
+        nn.init.normal_(project.weight, std=1 / math.sqrt(project.in_features))
+        if self.classifier is not None:
+            nn.init.zeros_(self.classifier.weight)
+
+    def grid(self, images: Tensor) -> tuple[int, int]:
+        """Rows and columns of patches of `images` (b, c, h, w), or a refusal."""
+        if images.ndim != 4:
+            raise InputError(
+                f"images have shape {tuple(images.shape)}; give (batch, channels, height, width)"
+            )
+        if not images.is_floating_point():
+            raise InputError(
+                f"images have dtype {images.dtype}; give floating-point pixels, normalised as in "
+                "training"
+            )
+        _, channels, height, width = images.shape
+        if channels != self.channels:
+            raise InputError(f"images have {channels} channels; this model takes {self.channels}")
+        check_divisible(height, width, self.patch_size)
+        return height // self.patch_size[0], width // self.patch_size[1]
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """Patch tokens (b, n, dim) after the last block and its norm, row-major."""
+        h, w = self.grid(images)
+        x = self.embed(images)
+        x = x + sincos_2d(h, w, x.shape[-1], device=x.device).to(x.dtype)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def features(self, images: Tensor) -> Tensor:
+        """What stands before the classifier (b, dim): LayerNorm of the mean token."""
+        return self.features_norm(self.tokens(images).mean(dim=1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (b, num_classes), or features (b, dim) where num_classes is None."""
+        features = self.features(images)
+        return features if self.classifier is None else self.classifier(features)

@@ -1,0 +1,1 @@
+"""Other people's checkpoints and modules, in and out."""
