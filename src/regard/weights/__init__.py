@@ -1,1 +1,5 @@
-"""Other people's checkpoints and modules, in and out."""
+"""Other people's weights and modules: key maps, conversion, acceleration."""
+
+from regard.weights.convert import convert
+
+__all__ = ["convert"]
