@@ -13,7 +13,7 @@ def group_norm(x: Tensor, num_groups: int, weight: Tensor, bias: Tensor, eps: fl
     `torch.nn.functional.group_norm` a single value per group is allowed; it gives `bias`.
     """
     b, c, h, w = x.shape
-    groups = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(b, num_groups, -1)
+    groups = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(b, num_groups, c // num_groups * h * w)
     centred = groups - groups.mean(dim=2, keepdim=True)
     centred = centred - centred.mean(dim=2, keepdim=True)
     variance = centred.square().mean(dim=2, keepdim=True)
