@@ -1,9 +1,25 @@
 """Exact softmax attention: one function that everything else calls."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from regard.errors import InputError
+from regard.layers.attend_choice import (
+    Choice,
+    Problem,
+    block_bytes,
+    check_kernel,
+    choose,
+)
+from regard.layers.attend_function import KernelAttention, NativeAttention, native
+from regard.layers.attend_kernels import plain
+
+# Told of every choice while `explain` listens.
+listeners: list[Callable[[Problem, Choice], None]] = []
 
 
 def attend(
@@ -15,10 +31,149 @@ def attend(
     score_dtype: torch.dtype = torch.float32,
     kernel: str = "auto",
 ) -> Tensor:
-    """softmax(scale · q kᵀ) v over the last two dimensions.
+    """softmax(scale · q kᵀ) v over the last two dimensions, exactly.
 
-    q (…, n, d), k (…, m, d), v (…, m, e); leading dimensions broadcast; returns (…, n, e).
-    `scale` defaults to 1/√d.
+    out_it = Σ_j softmax_j(scale Σ_s q_is k_js) v_jt, for each of the leading dimensions.
+
+    Args:
+        q: queries (…, n, d), float16, bfloat16, float32 or float64; n may be 0.
+        k: keys (…, m, d) of q's dtype, on its device; m at least 1, since a softmax over no
+            keys is undefined.
+        v: values (…, m, e), likewise. Leading dimensions broadcast.
+        scale: the factor on q·k, 1/√d unless given.
+        score_dtype: scores are held in the wider of this and q's dtype. float32, the default,
+            gives half-precision inputs the accuracy of torch's fused attention at any size of
+            logits. q's own dtype allows scores to be rounded to it, which is faster where the
+            hardware multiplies half precision, and right only where logits are bounded (errors
+            grow with them); where it is not faster, scores stay in float32.
+        kernel: "plain" (all scores at once), "sdpa" (torch's fused attention), "blocked" (blocks
+            of queries, recomputed in backward) or "auto", which `explain` explains.
+            `attention_kernel` forces one from outside.
+
+    Returns:
+        (…, n, e) with the inputs' dtype. Under autocast the operands, float64 excepted, are
+        first cast to its dtype. Beyond n·(d + e) and m·(d + e) numbers a head, memory is bounded
+        by a constant in either pass, unless `kernel="plain"` is forced. Gradients of gradients
+        take the plain form. The same inputs give the same bits on the same machine and number of
+        threads on CPU.
+
+    Raises:
+        InputError: naming the argument, what came and what was needed.
+
+    Source: Vaswani et al. 2017, arXiv 1706.03762; blocks and the recomputation from the sum of
+    exponentials as in Dao et al. 2022, arXiv 2205.14135.
     """
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+    if torch.compiler.is_exporting():
+        # The file must not need us, and n must stay free: no rule on shapes.
+        return scaled_dot_product_attention(*autocast(q, k, v), scale=scale)
+    check_operands(q, k, v)
+    check_kernel(kernel)
+    q, k, v = autocast(q, k, v)
+    check_dtypes(q, k, v, score_dtype)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    leading = leading_shape(q, k, v)
+    q, k, v = (four_dimensions(x, leading) for x in (q, k, v))
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    problem = describe(q, k, v, score_dtype, grad)
+    choice = choose(problem, kernel)
+    for listen in listeners:
+        listen(problem, choice)
+    if torch.is_autocast_enabled(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):
+            out = run(choice.kernel, q, k, v, scale, problem)
+    else:
+        out = run(choice.kernel, q, k, v, scale, problem)
+    return out if len(leading) == 2 else out.reshape(*leading, *out.shape[2:])
+
+
+def run(kernel: str, q: Tensor, k: Tensor, v: Tensor, scale: float, problem: Problem) -> Tensor:
+    """One kernel on operands of four dimensions."""
+    if kernel == "plain":
+        return plain(q, k, v, scale, problem.rounded)
+    if kernel == "sdpa" and problem.device != "cpu":
+        twice = problem.grad and not torch.compiler.is_compiling()
+        if twice and not torch._C._are_functorch_transforms_active():
+            return NativeAttention.apply(q, k, v, scale)
+        return native(q, k, v, scale)
+    budget = block_bytes(problem.device)
+    if problem.device == "mps":
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    return KernelAttention.apply(q, k, v, scale, kernel, problem.rounded, budget, problem.grad)[0]
+
+
+def describe(q: Tensor, k: Tensor, v: Tensor, score_dtype: torch.dtype, grad: bool) -> Problem:
+    """What the choice of a kernel depends on, from operands of four dimensions."""
+    b, g, n, d = q.shape
+    return Problem(
+        device=q.device.type,
+        dtype=q.dtype,
+        heads=b * g,
+        n=n,
+        m=k.shape[2],
+        d=d,
+        e=v.shape[3],
+        grad=grad,
+        rounded=torch.promote_types(q.dtype, score_dtype).itemsize < 4,
+    )
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands in autocast's dtype where it is on, as torch's attention takes them."""
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    cast = [x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v)]
+    return cast[0], cast[1], cast[2]
+
+
+def leading_shape(q: Tensor, k: Tensor, v: Tensor) -> torch.Size:
+    """The common leading shape, or a refusal."""
+    leading = q.shape[:-2]
+    if k.shape[:-2] == leading and v.shape[:-2] == leading:
+        return leading
+    try:
+        return torch.broadcast_shapes(leading, k.shape[:-2], v.shape[:-2])
+    except RuntimeError:
+        raise InputError(
+            f"the leading dimensions of q {tuple(q.shape)}, k {tuple(k.shape)} and v "
+            f"{tuple(v.shape)} do not broadcast; before the last two, give equal sizes or 1"
+        ) from None
+
+
+def four_dimensions(x: Tensor, leading: torch.Size) -> Tensor:
+    """x expanded to `leading`, and that made two dimensions."""
+    if x.shape[:-2] != leading:
+        x = x.expand(*leading, *x.shape[-2:])
+    if len(leading) < 2:
+        return x[(None,) * (2 - len(leading))]
+    return x if len(leading) == 2 else x.flatten(0, -4)
+
+
+def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse shapes and devices that make no attention."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.ndim < 2:
+            came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise InputError(f"{name} is {came}; give a tensor (…, tokens, width)")
+        if x.device != q.device:
+            raise InputError(f"{name} is on {x.device} and q on {q.device}; move one to the other")
+    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
+        raise InputError(
+            f"q has width {q.shape[-1]} and k width {k.shape[-1]}; give the same, at least 1"
+        )
+    if k.shape[-2] != v.shape[-2] or k.shape[-2] == 0:
+        raise InputError(
+            f"k has {k.shape[-2]} tokens and v {v.shape[-2]}; give the same number, at least 1"
+        )
+
+
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor, score_dtype: torch.dtype) -> None:
+    """Refuse dtypes that are no floating-point numbers, or mixed."""
+    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
+        raise InputError(
+            f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; give one floating-point "
+            "dtype, or run under autocast"
+        )
+    if not score_dtype.is_floating_point:
+        raise InputError(f"score_dtype={score_dtype}: give torch.float32 or q's dtype")

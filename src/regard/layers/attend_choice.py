@@ -1,0 +1,163 @@
+"""Which kernel `attend` uses, and why: the rule, and the two settings that override it.
+
+The numbers in the rule come from the kernel table in docs/benchmarks.md; remake it with
+`python -m benchmarks.attend --kernels` on the machine in question.
+"""
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from regard.errors import InputError, nearest
+
+KERNELS = ("plain", "sdpa", "blocked")
+
+# Widest head that the fused kernels of CUDA (flash, cuDNN) take.
+CUDA_FUSED_WIDTH = 256
+# On CPU torch's fused kernel tiles the keys; with at most this many keys one tile would do, and
+# products over whole batches of heads are faster.
+FEW_KEYS = 256
+# Scores kept for the backward pass stay below this, else the fused kernel's recompute wins.
+PLAIN_SCORE_BYTES = 32 << 20
+
+
+def _has_bf16_products() -> bool:
+    """Whether this CPU multiplies bfloat16 numbers in hardware, as far as torch can use it."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+BF16_PRODUCTS = _has_bf16_products()
+
+
+class _Settings:
+    """What the user forces: a kernel, and the bytes of scores a block may hold."""
+
+    kernel: str | None = None
+    cache_bytes: int | None = None
+
+
+_settings = _Settings()
+
+
+@contextmanager
+def attention_kernel(kernel: str, *, cache_bytes: int | None = None) -> Iterator[None]:
+    """Force the kernel of every `attend` in the block whose own `kernel` is "auto".
+
+    `kernel` is "plain", "sdpa", "blocked" or "auto"; `cache_bytes` sets the bytes of scores that
+    the blocked kernel holds at a time (by default 2 MiB on CPU, 256 MiB elsewhere). The setting
+    is the process's, not the thread's. What a forward pass chose, its backward pass uses.
+    """
+    check_kernel(kernel)
+    if cache_bytes is not None and (isinstance(cache_bytes, bool) or cache_bytes < 1):
+        raise InputError(f"cache_bytes={cache_bytes!r}: give a positive number of bytes")
+    before = _settings.kernel, _settings.cache_bytes
+    _settings.kernel = None if kernel == "auto" else kernel
+    _settings.cache_bytes = before[1] if cache_bytes is None else cache_bytes
+    try:
+        yield
+    finally:
+        _settings.kernel, _settings.cache_bytes = before
+
+
+def check_kernel(kernel: str) -> None:
+    """Refuse a name that is no kernel."""
+    if kernel != "auto" and kernel not in KERNELS:
+        raise InputError(
+            f"kernel={kernel!r} is unknown; it is auto or one of {', '.join(KERNELS)} "
+            f"({nearest(str(kernel), KERNELS)})"
+        )
+
+
+def block_bytes(device: str) -> int:
+    """Bytes of scores that the blocked kernel holds at a time."""
+    if _settings.cache_bytes is not None:
+        return _settings.cache_bytes
+    return (2 << 20) if device == "cpu" else (256 << 20)
+
+
+class Problem(NamedTuple):
+    """What the choice depends on; `heads` counts all leading dimensions together."""
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    n: int
+    m: int
+    d: int
+    e: int
+    grad: bool
+    rounded: bool
+
+    @property
+    def score_bytes(self) -> int:
+        """Bytes of all scores at once."""
+        width = self.dtype.itemsize if self.rounded else max(4, self.dtype.itemsize)
+        return self.heads * self.n * self.m * width
+
+    @property
+    def half(self) -> bool:
+        return self.dtype in (torch.bfloat16, torch.float16)
+
+
+class Choice(NamedTuple):
+    kernel: str
+    reason: str
+
+
+def choose(problem: Problem, kernel: str = "auto") -> Choice:
+    """The kernel for `problem`, with the reason in a sentence."""
+    if problem.heads == 0 or problem.n == 0:
+        return Choice("plain", "the result is empty")
+    if kernel != "auto":
+        return Choice(kernel, f"kernel={kernel!r} was asked for")
+    if _settings.kernel is not None:
+        return Choice(_settings.kernel, f"attention_kernel({_settings.kernel!r}) is in force")
+    if problem.device != "cpu":
+        return _choose_accelerator(problem)
+    if problem.dtype == torch.bfloat16 and BF16_PRODUCTS:
+        return _choose_bf16_cpu(problem)
+    return _choose_cpu(problem)
+
+
+def _choose_accelerator(problem: Problem) -> Choice:
+    if problem.device == "cuda" and max(problem.d, problem.e) > CUDA_FUSED_WIDTH:
+        return Choice(
+            "blocked",
+            f"heads of width {max(problem.d, problem.e)} are wider than the {CUDA_FUSED_WIDTH} "
+            "that CUDA's fused kernels take",
+        )
+    return Choice("sdpa", f"torch's fused attention is fastest on {problem.device}")
+
+
+def _choose_cpu(problem: Problem) -> Choice:
+    """float32 and float64; also half precision computed in float32, for want of instructions."""
+    if problem.d != problem.e:
+        return Choice("blocked", "torch's fused kernel on CPU needs values as wide as keys")
+    if problem.m > FEW_KEYS:
+        return Choice("sdpa", f"with more than {FEW_KEYS} keys torch's fused kernel is fastest")
+    if not problem.grad:
+        return Choice("blocked", f"with at most {FEW_KEYS} keys, products over many heads win")
+    if problem.score_bytes <= PLAIN_SCORE_BYTES:
+        return Choice(
+            "plain", f"all scores fit in {PLAIN_SCORE_BYTES >> 20} MiB, kept for backward"
+        )
+    return Choice("sdpa", "the scores are too many to keep for the backward pass")
+
+
+def _choose_bf16_cpu(problem: Problem) -> Choice:
+    """bfloat16 where the CPU multiplies it: the fused kernel is far from the GEMM limit there."""
+    if problem.rounded:
+        if problem.grad and problem.score_bytes <= PLAIN_SCORE_BYTES:
+            return Choice("plain", "all rounded scores fit in cache, kept for backward")
+        return Choice("blocked", "products of rounded scores run at the GEMM limit in blocks")
+    wide = problem.d >= 256 or problem.m <= FEW_KEYS if problem.grad else problem.d >= 64
+    if problem.d != problem.e or wide:
+        return Choice("blocked", "bfloat16 products with float32 scores win in blocks here")
+    return Choice("sdpa", "heads are narrow, and torch's fused kernel is fastest")

@@ -1,0 +1,201 @@
+"""The arithmetic of exact attention: the plain form, and the blocked one with its gradient.
+
+Index sums, for one head: s_ij = scale Σ_t q_it k_jt,  p_ij = exp(s_ij - lse_i),
+o_it = Σ_j p_ij v_jt,  with lse_i = log Σ_j exp s_ij.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.layers import attend_choice
+
+
+class Precision(NamedTuple):
+    """The dtypes of one computation.
+
+    `operand` is what q and k (and in backward the gradient and v) are held in for the products
+    that give scores, `score` what those products give, `weight` what the softmax's weights are
+    held in for the products that follow. `bf16_mode`: float32 operands hold bfloat16 numbers and
+    are multiplied as such, exactly, with float32 sums.
+    """
+
+    operand: torch.dtype
+    score: torch.dtype
+    weight: torch.dtype
+    bf16_mode: bool = False
+
+
+def precision(dtype: torch.dtype, device: str, rounded: bool) -> Precision:
+    """How to compute with inputs of `dtype`; `rounded` allows scores in half precision."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Precision(dtype, dtype, dtype)
+    wide = torch.float32
+    if device != "cpu":
+        score = dtype if rounded else wide
+        # No device but CUDA multiplies half precision into float32 results.
+        operand = dtype if rounded or device == "cuda" else wide
+        return Precision(operand, score, dtype)
+    if dtype == torch.bfloat16 and attend_choice.BF16_PRODUCTS:
+        if rounded:
+            return Precision(dtype, dtype, dtype)
+        return Precision(wide, wide, dtype, bf16_mode=True)
+    return Precision(wide, wide, wide)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, rounded: bool) -> Tensor:
+    """softmax(scale · q kᵀ) v as it is written, differentiable any number of times."""
+    held = precision(q.dtype, q.device.type, rounded).score
+    weights = torch.softmax((q.to(held) * scale) @ k.to(held).transpose(-1, -2), dim=-1)
+    return (weights @ v.to(held)).to(q.dtype)
+
+
+def plain_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `plain` for q, k, v in differentiable operations, for gradients of them."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    g, qw, kw, vw = (x.to(wide) for x in (grad, q, k, v))
+    p = torch.softmax((qw * scale) @ kw.transpose(-1, -2), dim=-1)
+    dp = g @ vw.transpose(-1, -2)
+    ds = p * (dp - (dp * p).sum(dim=-1, keepdim=True)) * scale
+    grads = ds @ kw, ds.transpose(-1, -2) @ qw, p.transpose(-1, -2) @ g
+    return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
+
+
+@contextmanager
+def bf16_products(wanted: bool) -> Iterator[None]:
+    """Let oneDNN multiply float32 operands as bfloat16; the setting is the process's."""
+    if not wanted:
+        yield
+        return
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def blocks(heads: int, n: int, m: int, score_bytes: int, budget: int) -> tuple[int, int]:
+    """How many heads, and of each how many queries, a block of at most `budget` bytes takes."""
+    rows = max(1, budget // (score_bytes * m))
+    if rows >= n:
+        return min(heads, rows // n), n
+    pieces = -(-n // rows)
+    return 1, -(-n // pieces)
+
+
+def _product(a: Tensor, b: Tensor, scale: float, held: Precision, out: Tensor) -> Tensor:
+    """out[g, i, j] = scale Σ_t a[g, i, t] b[g, j, t] in `out`'s dtype."""
+    if a.dtype != out.dtype:
+        return torch.bmm(a, b.transpose(1, 2), out_dtype=out.dtype).mul_(scale)
+    with bf16_products(held.bf16_mode):
+        return torch.baddbmm(out, a, b.transpose(1, 2), beta=0, alpha=scale, out=out)
+
+
+def blocked_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, rounded: bool, budget: int, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention of q (L, n, d), k (L, m, d), v (L, m, e) in blocks of heads and queries.
+
+    Returns the result (L, n, e) and, where `keep`, lse (L, n) in float32 or wider, else an empty
+    tensor.
+    """
+    heads, n, _ = q.shape
+    m = k.shape[1]
+    held = precision(q.dtype, q.device.type, rounded)
+    step, rows = blocks(heads, n, m, held.score.itemsize, budget)
+    scores = q.new_empty(step * rows * m, dtype=held.score)
+    out = q.new_empty(heads, n, v.shape[2])
+    lse = q.new_empty((heads, n) if keep else 0, dtype=torch.promote_types(q.dtype, torch.float32))
+    for h in range(0, heads, step):
+        some = slice(h, h + step)
+        keys, values = k[some].to(held.operand), v[some].to(held.weight)
+        for r in range(0, n, rows):
+            part = slice(r, r + rows)
+            queries = q[some, part].to(held.operand)
+            shape = (queries.shape[0], queries.shape[1], m)
+            s = scores[: shape[0] * shape[1] * m].view(shape)
+            s = _product(queries, keys, scale, held, s)
+            p, log_sum = _softmax(s, keep)
+            p = p.to(held.weight)
+            if keep:
+                lse[some, part] = log_sum
+            if held.weight == out.dtype:
+                torch.bmm(p, values, out=out[some, part])
+            else:
+                out[some, part] = torch.bmm(p, values)
+    return out, lse
+
+
+def _softmax(s: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
+    """Softmax of s over its last dimension, in s's memory on CPU; and lse where `keep`.
+
+    The largest weight of a row is exp(largest score - lse), which costs less than a sum of
+    exponentials of its own; weights in half precision are too coarse for that.
+    """
+    out = s if s.device.type == "cpu" else None
+    if not keep:
+        return torch.softmax(s, dim=-1, out=out), s
+    if s.dtype in (torch.bfloat16, torch.float16):
+        log_sum = torch.logsumexp(s.float(), dim=-1)
+        return torch.softmax(s, dim=-1, out=out), log_sum
+    largest = s.amax(dim=-1)
+    p = torch.softmax(s, dim=-1, out=out)
+    return p, largest - p.amax(dim=-1).log_()
+
+
+def blocked_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    rounded: bool,
+    budget: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients for q, k and v, with the weights computed again from lse, block by block.
+
+    dv_jt = Σ_i p_ij g_it;  ds_ij = p_ij (Σ_t g_it v_jt - Σ_t g_it o_it);
+    dq_it = scale Σ_j ds_ij k_jt;  dk_jt = scale Σ_i ds_ij q_it.
+    """
+    heads, n, _ = q.shape
+    m = k.shape[1]
+    held = precision(q.dtype, q.device.type, rounded)
+    step, rows = blocks(heads, n, m, held.score.itemsize, budget)
+    buffers = q.new_empty(2, step * rows * m, dtype=held.score)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    inner = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
+    for h in range(0, heads, step):
+        some = slice(h, h + step)
+        keys, values = k[some].to(held.operand), v[some].to(held.operand)
+        sum_k, sum_v = (torch.zeros_like(x[some], dtype=lse.dtype) for x in (dk, dv))
+        for r in range(0, n, rows):
+            part = slice(r, r + rows)
+            queries, g = q[some, part].to(held.operand), grad[some, part].to(held.operand)
+            shape = (g.shape[0], g.shape[1], m)
+            s, t = (x[: shape[0] * shape[1] * m].view(shape) for x in buffers)
+            s = _product(queries, keys, scale, held, s)
+            p = s.sub_(lse[some, part, None]).exp_()
+            ds = _product(g, values, 1.0, held, t).sub_(inner[some, part, None]).mul_(p)
+            p, ds = p.to(held.weight), ds.to(held.weight)
+            _accumulate(sum_v, p, g.to(held.weight), 1.0)
+            _accumulate(sum_k, ds, queries.to(held.weight), scale)
+            dq[some, part] = torch.bmm(ds, keys.to(held.weight)).mul_(scale)
+        dk[some], dv[some] = sum_k, sum_v
+    return dq, dk, dv
+
+
+def _accumulate(total: Tensor, weights: Tensor, rows: Tensor, scale: float) -> None:
+    """total[g, j, t] += scale Σ_i weights[g, i, j] rows[g, i, t]."""
+    if total.dtype == weights.dtype:
+        total.baddbmm_(weights.transpose(1, 2), rows, alpha=scale)
+    else:
+        total.add_(torch.bmm(weights.transpose(1, 2), rows), alpha=scale)
