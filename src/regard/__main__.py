@@ -1,0 +1,39 @@
+"""`regard` and `python -m regard`: run a command, turn errors into messages and exit codes."""
+
+import sys
+import traceback
+
+from regard.errors import MissingExtraError, RegardError
+
+STOPPED_BY_CTRL_C = 130
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 2 bad input, 1 our fault, 130 Ctrl-C."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        try:
+            from regard.cli import dispatch
+        except ModuleNotFoundError as error:
+            if error.name != "tyro":
+                raise
+            raise MissingExtraError("tyro", "train", "the command line") from None
+        return dispatch(arguments)
+    except RegardError as error:
+        print(f"regard: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("regard: stopped", file=sys.stderr)
+        return STOPPED_BY_CTRL_C
+    except Exception:
+        traceback.print_exc()
+        print("regard: this is a fault of ours; please report the lines above", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Frozen dataclasses to command lines: the docstring under a field is its help."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterable
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from regard.errors import InputError, nearest
+
+Options = TypeVar("Options")
+
+
+def parse(
+    options: type[Options], command: str, arguments: list[str], positional: tuple[str, ...]
+) -> Options:
+    """`arguments` as an instance of the dataclass `options`; exits with 2 on what is not legal.
+
+    Fields named in `positional` are given by place, the others as --name value.
+    """
+    hints = typing.get_type_hints(options)
+    refuse_unknown(command, arguments, hints)
+    fields: list[Any] = []
+    for field in dataclasses.fields(typing.cast(Any, options)):
+        kind = Annotated[
+            hints[field.name],
+            tyro.conf.arg(
+                metavar=metavar(field.name, hints[field.name], field.name in positional),
+                help_behavior_hint=default_hint(field),
+            ),
+        ]
+        fields.append(
+            (
+                field.name,
+                tyro.conf.Positional[kind] if field.name in positional else kind,
+                dataclasses.field(default=field.default, default_factory=field.default_factory),
+            )
+        )
+    described = dataclasses.make_dataclass(
+        options.__name__,
+        fields,
+        bases=(options,),
+        frozen=True,
+        namespace={"__doc__": options.__doc__},
+    )
+    parsed = tyro.cli(
+        described,
+        prog=f"regard {command}",
+        args=arguments,
+        description=options.__doc__,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    values = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(parsed)}
+    return options(**values)
+
+
+def refuse_unknown(command: str, arguments: list[str], names: Iterable[str]) -> None:
+    """Refuse an option that the command does not have, with the nearest that it has."""
+    known = ["--help", *("--" + name.replace("_", "-") for name in names)]
+    for argument in arguments:
+        option = argument.split("=")[0].replace("_", "-")
+        if argument.startswith("--") and option not in known:
+            raise InputError(
+                f"{command} has no option {option}; {nearest(option, known)} "
+                f"(regard {command} --help lists all)"
+            )
+
+
+def metavar(name: str, hint: Any, is_positional: bool) -> str | None:
+    """What stands for the value in the help: DATA, PATH, {a,b}, INT INT; nothing for a flag."""
+    if is_positional:
+        return name.upper()
+    if hint is bool:
+        return None
+    kinds = [kind for kind in alternatives(hint) if kind is not type(None)]
+    words = []
+    for kind in kinds:
+        if typing.get_origin(kind) is typing.Literal:
+            words.append("{" + ",".join(str(value) for value in typing.get_args(kind)) + "}")
+        elif typing.get_origin(kind) is tuple:
+            inner = typing.get_args(kind)
+            words.append(
+                "VALUE …" if inner[-1] is ... else " ".join(k.__name__.upper() for k in inner)
+            )
+        elif typing.get_origin(kind) is dict:
+            words.append("NAME VALUE …")
+        else:
+            words.append(kind.__name__.upper())
+    return "|".join(words)
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the one type that is none."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+def default_hint(field: "dataclasses.Field[Any]") -> str:
+    """The default as help shows it; nothing where it says nothing."""
+    if field.default is dataclasses.MISSING:
+        return "(required)" if field.default_factory is dataclasses.MISSING else ""
+    return "" if field.default in (None, False, "", ()) else f"(default: {field.default})"

@@ -1,0 +1,65 @@
+"""Dataclasses to command lines."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from regard.errors import InputError
+from regard.options import parse
+
+
+@dataclass(frozen=True)
+class Options:
+    """What it does."""
+
+    data: str
+    """Where the images are."""
+    lr: float = 1e-3
+    """Learning rate."""
+    size: tuple[int, int] | None = None
+    """Height and width."""
+    resume: bool = False
+    """Go on."""
+    fit: Literal["crop", "stretch"] | None = None
+    """How to fit."""
+    out: Path | None = None
+    """Where to write."""
+    more: dict[str, int | float | str] = field(default_factory=dict)
+    """Further options."""
+
+
+def test_values_arrive_with_their_types():
+    line = "digits --lr 0.5 --size 3 4 --resume --fit crop --out a/b --more qk rms depth 3".split()
+    got = parse(Options, "train", line, ("data",))
+    assert got == Options(
+        "digits", 0.5, (3, 4), True, "crop", Path("a/b"), {"qk": "rms", "depth": 3}
+    )
+    assert type(got) is Options
+    assert parse(Options, "train", ["digits"], ("data",)) == Options("digits")
+
+
+def test_help_is_the_docstrings(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(Options, "train", ["--help"], ("data",))
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("What it does.", "DATA", "Learning rate. (default: 0.001)", "--size INT INT",
+                 "{crop,stretch}", "--out PATH"):  # fmt: skip
+        assert word in text
+    assert "None" not in text
+    assert "--no-resume" not in text
+
+
+def test_an_unknown_option_is_refused_with_the_nearest():
+    with pytest.raises(InputError, match=r"train has no option --sise; nearest: --size.*--help"):
+        parse(Options, "train", ["digits", "--sise", "3"], ("data",))
+
+
+@pytest.mark.parametrize("line", [[], ["digits", "--lr", "fast"], ["digits", "--fit", "squash"]])
+def test_bad_values_exit_with_2(line, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(Options, "train", line, ("data",))
+    assert stop.value.code == 2
+    assert "regard train --help" in capsys.readouterr().err
