@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import handle_torch_function, has_torch_function
 
 from regard.errors import InputError
 from regard.layers.attend_choice import (
@@ -66,13 +67,21 @@ def attend(
     if torch.compiler.is_exporting():
         # The file must not need us, and n must stay free: no rule on shapes.
         return scaled_dot_product_attention(*autocast(q, k, v), scale=scale)
+    if has_torch_function((q, k, v)):
+        # A mode that watches attention (regard.record) sees this call as one.
+        options = {"scale": scale, "score_dtype": score_dtype, "kernel": kernel}
+        return handle_torch_function(attend, (q, k, v), q, k, v, **options)
     check_operands(q, k, v)
     check_kernel(kernel)
     q, k, v = autocast(q, k, v)
     check_dtypes(q, k, v, score_dtype)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     leading = leading_shape(q, k, v)
-    q, k, v = (four_dimensions(x, leading) for x in (q, k, v))
+    q, k, v = (
+        four_dimensions(q, leading),
+        four_dimensions(k, leading),
+        four_dimensions(v, leading),
+    )
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     problem = describe(q, k, v, score_dtype, grad)
     choice = choose(problem, kernel)

@@ -89,8 +89,8 @@ def blocked(
 ) -> tuple[Tensor, Tensor]:
     """The blocked kernel on (b, g, n, d); lse is (b, g, n), or (0,) unless `keep`."""
     b, g, n, _ = q.shape
-    flat = (x.flatten(0, 1) for x in (q, k, v))
-    out, lse = blocked_forward(*flat, scale, rounded, budget, keep)
+    q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    out, lse = blocked_forward(q, k, v, scale, rounded, budget, keep)
     return out.view(b, g, n, -1), lse.view(b, g, n) if keep else lse
 
 
@@ -106,8 +106,9 @@ def blocked_grad(
     budget: int,
 ) -> Grads:
     """Gradients of `blocked` for q, k, v."""
-    flat = (x.flatten(0, 1) for x in (grad, q, k, v, out, lse))
-    dq, dk, dv = blocked_backward(*flat, scale, rounded, budget)
+    flat = [x.flatten(0, 1) for x in (grad, q, k, v, out, lse)]
+    grad3, q3, k3, v3, out3, lse3 = flat
+    dq, dk, dv = blocked_backward(grad3, q3, k3, v3, out3, lse3, scale, rounded, budget)
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
@@ -146,8 +147,7 @@ def fused_forward(
 ) -> tuple[Tensor, Tensor]:
     """torch's fused kernel for CPU: the result and lse (b, g, n)."""
     held = precision(q.dtype, "cpu", rounded).weight
-    qw, kw, vw = (rows(x.to(held)) for x in (q, k, v))
-    qw, kw, vw = same_width(qw, kw, vw)
+    qw, kw, vw = readable(held, [q, k, v])
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(qw, kw, vw, scale=scale)
     return out[..., : v.shape[-1]].to(q.dtype), lse
 
@@ -164,8 +164,7 @@ def fused_backward(
 ) -> Grads:
     """Gradients of `fused_forward` for q, k, v."""
     held = precision(q.dtype, "cpu", rounded).weight
-    qw, kw, vw, gw, ow = (rows(x.to(held)) for x in (q, k, v, grad, out))
-    qw, kw, vw, gw, ow = same_width(qw, kw, vw, gw, ow)
+    qw, kw, vw, gw, ow = readable(held, [q, k, v, grad, out])
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gw, qw, kw, vw, ow, lse, 0.0, False, scale=scale
     )
@@ -173,17 +172,21 @@ def fused_backward(
     return dq[..., :d].to(q.dtype), dk[..., :d].to(k.dtype), dv[..., :e].to(v.dtype)
 
 
-def rows(x: Tensor) -> Tensor:
-    """x, copied unless each row is contiguous and rows do not overlap: what the kernel reads."""
-    width = x.shape[-1]
-    return x if x.stride(-1) == 1 and x.stride(-2) >= width else x.contiguous()
+def readable(dtype: torch.dtype, operands: list[Tensor]) -> list[Tensor]:
+    """Operands in `dtype`, as torch's fused kernel for CPU reads them.
 
-
-def same_width(*operands: Tensor) -> tuple[Tensor, ...]:
-    """Operands padded with zeros to the widest head, which changes no score and no value."""
-    width = max(x.shape[-1] for x in operands)
-    pad = torch.nn.functional.pad
-    return tuple(x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in operands)
+    Rows are contiguous and do not overlap, and all are as wide as the widest: zeros added on the
+    right change no score and no value.
+    """
+    width = max([x.shape[-1] for x in operands])
+    ready = []
+    for x in operands:
+        x = x.to(dtype)
+        if x.shape[-1] < width:
+            x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+        in_rows = x.stride(-1) == 1 and x.stride(-2) >= width
+        ready.append(x if in_rows else x.contiguous())
+    return ready
 
 
 class NativeAttention(torch.autograd.Function):

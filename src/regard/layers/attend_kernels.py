@@ -72,7 +72,7 @@ def bf16_products(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    matmul = torch.backends.mkldnn.matmul
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16"
     try:
