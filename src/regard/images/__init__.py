@@ -1,1 +1,24 @@
-"""Files to batches."""
+"""Files to batches: sources, the decoder, preprocessing, augmentation, batches, the pre-scan."""
+
+from regard.images.augment import Augment
+from regard.images.batch import Batch
+from regard.images.batches import TrainBatches, eval_batches
+from regard.images.data import Data, Split
+from regard.images.decode import UnreadableImage, decode, to_channels
+from regard.images.preprocess import Geometry, Preprocess
+from regard.images.sources import open_data
+
+__all__ = [
+    "Augment",
+    "Batch",
+    "Data",
+    "Geometry",
+    "Preprocess",
+    "Split",
+    "TrainBatches",
+    "UnreadableImage",
+    "decode",
+    "eval_batches",
+    "open_data",
+    "to_channels",
+]

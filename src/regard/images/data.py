@@ -1,0 +1,123 @@
+"""What every source becomes: classes, and splits of labelled pictures."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from regard.errors import InputError
+from regard.images.decode import UnreadableImage, decode
+
+
+class Source:
+    """Where pictures come from; item numbers run over all of them, before any split."""
+
+    def __init__(self, channels: int) -> None:
+        self.channels = channels
+
+    def name(self, item: int) -> str:
+        """The path or id shown to people."""
+        raise NotImplementedError
+
+    def raw(self, item: int) -> bytes:
+        """The stored bytes; raises `OSError` where they cannot be had."""
+        raise NotImplementedError
+
+    def stamp(self, item: int) -> str:
+        """Changes whenever the bytes do; cheap, as a file's size and time of change."""
+        raise NotImplementedError
+
+    def read(self, item: int) -> Tensor:
+        """The picture, uint8 (c, h, w); raises `UnreadableImage`."""
+        try:
+            raw = self.raw(item)
+        except OSError as error:
+            reason = error.strerror or str(error) or type(error).__name__
+            raise UnreadableImage(self.name(item), reason) from None
+        return decode(raw, self.channels, self.name(item))
+
+
+class Split:
+    """Labelled pictures: positions 0 … len - 1 into a source; labels 0 … num_classes - 1."""
+
+    def __init__(
+        self, source: Source, items: np.ndarray, labels: np.ndarray, num_classes: int
+    ) -> None:
+        self.source = source
+        self.items = np.asarray(items, np.int64)
+        self.labels = np.asarray(labels, np.int64)
+        self.num_classes = num_classes
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def name(self, i: int) -> str:
+        """The path or id of picture i."""
+        return self.source.name(int(self.items[i]))
+
+    def read(self, i: int) -> Tensor:
+        """Picture i, uint8 (c, h, w); raises `UnreadableImage`."""
+        return self.source.read(int(self.items[i]))
+
+    def take(self, positions: Any) -> "Split":
+        """The split that holds these positions only, in this order."""
+        return Split(self.source, self.items[positions], self.labels[positions], self.num_classes)
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """A dataset, opened.
+
+    `classes` are sorted by name, and a label is a position among them. `fingerprint` digests the
+    listing (names, sizes, labels, splits), so that a changed dataset is noticed. `notes` are
+    remarks to show to people, such as a class that a split lacks. `rule` says how the splits were
+    made.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    splits: dict[str, Split]
+    fingerprint: str
+    channels: int
+    rule: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """What `open_data(…, record=…)` needs to make these splits again; JSON-ready."""
+        record: dict[str, Any] = {
+            "data": self.name,
+            "classes": list(self.classes),
+            "fingerprint": self.fingerprint,
+            "counts": {title: len(split) for title, split in self.splits.items()},
+            **self.rule,
+        }
+        if self.rule["made"] == "seeded":
+            val = self.splits["val"]
+            record["val"] = [val.name(i) for i in range(len(val))]
+        return record
+
+    def without(self, names: Iterable[str]) -> "Data":
+        """The same data without the pictures so named, such as a quarantine list."""
+        gone = set(names)
+        if not gone:
+            return self
+        splits = {}
+        for title, split in self.splits.items():
+            keep = np.array([split.name(i) not in gone for i in range(len(split))], bool)
+            splits[title] = split.take(keep)
+            left = set(splits[title].labels.tolist())
+            for label in sorted(set(split.labels.tolist()) - left):
+                if title == "train":
+                    raise InputError(
+                        f"without the quarantined pictures the class {self.classes[label]!r} has "
+                        "none left to train on; add readable ones or remove the class"
+                    )
+        return replace(self, splits=splits)
+
+
+def readable_path(path: str | Path) -> str:
+    """A path as text that any file can hold: bytes that are not UTF-8 are shown as \\xNN."""
+    return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -1,0 +1,215 @@
+"""Class folders: train/ val/ [test/] of them, or class folders alone; on disk or in a zip."""
+
+import os
+import threading
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from regard.errors import InputError
+from regard.images.data import Source, readable_path
+from regard.images.splits import ALIASES, Listing
+
+# Ends of names that say "this is a picture". HEIC stands here to be reported as unreadable, not
+# passed over.
+PICTURE_SUFFIXES = frozenset(
+    "." + end
+    for end in (
+        *("jpg", "jpeg", "jpe", "jfif", "png", "apng", "webp", "bmp", "dib", "gif", "tif", "tiff"),
+        *("pgm", "ppm", "pbm", "pnm", "jp2", "j2k", "jpx", "avif", "avifs", "tga", "sgi", "ico"),
+        *("dds", "pcx", "heic", "heif"),
+    )
+)
+
+
+class FileSource(Source):
+    """Files on disk. `paths` are relative to `root`, or absolute."""
+
+    def __init__(self, root: Path, paths: list[str], channels: int) -> None:
+        super().__init__(channels)
+        self.root = root
+        self.paths = paths
+
+    def name(self, item: int) -> str:
+        return readable_path(self.paths[item])
+
+    def raw(self, item: int) -> bytes:
+        with open(self.root / self.paths[item], "rb") as file:
+            return file.read()
+
+    def stamp(self, item: int) -> str:
+        status = os.stat(self.root / self.paths[item])
+        return f"{status.st_size}:{status.st_mtime_ns}"
+
+
+class ZipSource(Source):
+    """Members of a zip archive, read in place; each process opens it once."""
+
+    def __init__(self, archive: Path, members: list[zipfile.ZipInfo], channels: int) -> None:
+        super().__init__(channels)
+        self.archive = archive
+        self.members = members
+        self._opened: zipfile.ZipFile | None = None
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"channels": self.channels, "archive": self.archive, "members": self.members}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["archive"], state["members"], state["channels"])  # type: ignore[misc]
+
+    def name(self, item: int) -> str:
+        return self.members[item].filename
+
+    def raw(self, item: int) -> bytes:
+        with self._lock:
+            if self._opened is None:
+                self._opened = zipfile.ZipFile(self.archive)
+        try:
+            return self._opened.read(self.members[item])
+        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+            raise OSError(str(error)) from None
+
+    def stamp(self, item: int) -> str:
+        return f"{self.members[item].file_size}:{self.members[item].CRC}"
+
+
+def list_folder(root: Path, channels: int | None) -> Listing:
+    """List a folder; links are followed, and one that leads back into itself is refused."""
+    found = sorted(_walk(root), key=lambda entry: entry[0])
+    paths = [path for path, _ in found]
+    kept, labels, splits, notes = _label(str(root), paths)
+    return Listing(
+        name=readable_path(root),
+        source=FileSource(root.absolute(), [paths[i] for i in kept], channels or 3),
+        labels=labels,
+        splits=splits,
+        sizes=[found[i][1] for i in kept],
+        notes=notes,
+    )
+
+
+def list_zip(archive: Path, channels: int | None) -> Listing:
+    """List a zip archive of class folders, without unpacking it."""
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            members = sorted(opened.infolist(), key=lambda member: member.filename)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise InputError(f"{archive} is not a whole zip archive ({error})") from None
+    members = [member for member in members if not member.is_dir()]
+    strip = _common_folder([member.filename for member in members])
+    kept, labels, splits, notes = _label(
+        str(archive), [member.filename[len(strip) :] for member in members]
+    )
+    return Listing(
+        name=readable_path(archive),
+        source=ZipSource(archive.absolute(), [members[i] for i in kept], channels or 3),
+        labels=labels,
+        splits=splits,
+        sizes=[members[i].CRC for i in kept],
+        notes=notes,
+    )
+
+
+def _common_folder(names: list[str]) -> str:
+    """The one folder that wraps an archive ("cats-and-dogs/"), unless it is a split itself."""
+    names = [name for name in names if not _hidden(name)]
+    top = {name.partition("/")[0] for name in names}
+    if len(top) != 1 or any(name.count("/") < 2 for name in names) or top & set(ALIASES):
+        return ""
+    return top.pop() + "/"
+
+
+def _hidden(path: str) -> bool:
+    return any(part.startswith(".") or part == "__MACOSX" for part in path.split("/"))
+
+
+def _walk(root: Path) -> Iterator[tuple[str, int]]:
+    """Relative path (with /) and size of every file below `root`."""
+
+    def descend(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, int]]:
+        try:
+            status = os.stat(root / folder)
+            entries = sorted(os.scandir(root / folder), key=lambda entry: entry.name)
+        except OSError as error:
+            raise InputError(
+                f"the folder {readable_path(root / folder)} cannot be listed "
+                f"({error.strerror}); make it readable or remove it"
+            ) from None
+        here = (status.st_dev, status.st_ino)
+        if here in above:
+            raise InputError(
+                f"{readable_path(root / folder)} is a link that leads back into a folder it lies "
+                "in; remove the link"
+            )
+        for entry in entries:
+            path = f"{folder}/{entry.name}" if folder else entry.name
+            if _hidden(entry.name):
+                continue
+            try:
+                is_folder = entry.is_dir()
+            except OSError as error:
+                raise InputError(
+                    f"{readable_path(root / path)} cannot be followed ({error.strerror}); "
+                    "remove the link"
+                ) from None
+            if is_folder:
+                yield from descend(path, (*above, here))
+            else:
+                yield path, _size(root / path)
+
+    yield from descend("", ())
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1  # a broken link: listed, and found unreadable when it is read
+
+
+def _label(name: str, paths: list[str]) -> tuple[list[int], list[str], list[str], tuple[str, ...]]:
+    """Which paths are labelled pictures, and their classes and splits by name."""
+    tops = {path.split("/")[0] for path in paths if "/" in path and not _hidden(path)}
+    split_folders = {top for top in tops if top.lower() in ALIASES}
+    has_splits = any(ALIASES[top.lower()] == "train" for top in split_folders)
+    strange = sorted(tops - split_folders)
+    if has_splits and strange:
+        raise InputError(
+            f"{name} has split folders ({', '.join(sorted(split_folders))}) beside other folders "
+            f"({', '.join(strange[:5])}); keep either splits or class folders at the top"
+        )
+    if has_splits and len({ALIASES[top.lower()] for top in split_folders}) < len(split_folders):
+        raise InputError(
+            f"{name} has two folders for one split among {', '.join(sorted(split_folders))}; "
+            "keep one"
+        )
+    depth = 2 if has_splits else 1
+    kept, labels, splits, other, loose = [], [], [], Counter[str](), 0
+    for i, path in enumerate(paths):
+        if _hidden(path):
+            continue
+        suffix = os.path.splitext(path)[1].lower()
+        parts = path.split("/")
+        if suffix not in PICTURE_SUFFIXES:
+            other[suffix or "no suffix"] += 1
+        elif len(parts) <= depth:
+            loose += 1
+        else:
+            kept.append(i)
+            labels.append(readable_path(parts[depth - 1]))
+            splits.append(ALIASES[parts[0].lower()] if has_splits else "")
+    if loose and not kept:
+        raise InputError(
+            f"{name} has {loose} pictures but no class folders; put each class in a folder of its "
+            "own, or list path and label in a CSV file"
+        )
+    notes = []
+    if other:
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in other.most_common(5))
+        notes.append(f"files not read as pictures, by their names: {kinds}")
+    if loose:
+        notes.append(f"{loose} pictures lie outside the class folders and have no label: not used")
+    return kept, labels, splits, tuple(notes)

@@ -1,0 +1,65 @@
+"""Worker processes that make batches ahead of time, in order."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+# Tasks that each worker has in hand.
+_AHEAD = 2
+
+
+class _Tasks(Dataset[Any]):
+    """A map from a task to what is made of it, as DataLoader wants it."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.make = make
+
+    def __getitem__(self, task: tuple[Any, ...]) -> Any:
+        return self.make(*task)
+
+
+class _Order:
+    """A sampler that hands out tasks as they are."""
+
+    def __init__(self, tasks: Iterator[tuple[Any, ...]]) -> None:
+        self.tasks = tasks
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return self.tasks
+
+
+def deliver(
+    make: Callable[..., Any], tasks: Iterator[tuple[Any, ...]], workers: int
+) -> Iterator[Any]:
+    """make(*task) of each task, in the order of the tasks, made by `workers` processes.
+
+    With 0 workers it is made here. Processes are spawned, so `make` is pickled, and a script
+    needs its `if __name__ == "__main__"`. What is made depends on the task alone, so the number
+    of workers changes nothing but speed.
+    """
+    if workers == 0:
+        return itertools.starmap(make, tasks)
+    return _from_processes(make, tasks, workers)
+
+
+def _from_processes(
+    make: Callable[..., Any], tasks: Iterator[tuple[Any, ...]], workers: int
+) -> Iterator[Any]:
+    yield from DataLoader(
+        _Tasks(make),
+        batch_size=None,
+        sampler=_Order(tasks),  # type: ignore[arg-type]
+        num_workers=workers,
+        prefetch_factor=_AHEAD,
+        collate_fn=_as_made,
+        multiprocessing_context="spawn",
+        # DataLoader draws its workers' seeds from here; the global generator stays untouched.
+        generator=torch.Generator(),
+    )
+
+
+def _as_made(made: Any) -> Any:
+    return made
