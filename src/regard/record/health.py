@@ -1,0 +1,75 @@
+"""The health of attention, by layer: cheap enough to take along in training."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from regard.record.recorder import Recording, record
+
+# Names under which modules keep the norms of queries and keys, and those a gain.
+NORMS = {"q_gain": "q_norm", "k_gain": "k_norm"}
+GAINS = ("gamma", "weight")
+
+
+@contextlib.contextmanager
+def attention_health(
+    model: nn.Module, *, images: int | None = None
+) -> Iterator[dict[str, dict[str, float]]]:
+    """A dict that holds, when the block ends, the `health` of each attention that ran in it.
+
+        with attention_health(model, images=8) as health:
+            loss = loss_of(model(batch))
+        write({"step": step, "attention": health})
+
+    `images` bounds the cost: the first so many of the batch stand for it.
+    """
+    result: dict[str, dict[str, float]] = {}
+    with record(model, keep=("entropy", "largest_logit"), images=images) as seen:
+        yield result
+    result.update(health(seen, model))
+
+
+def health(seen: Recording, model: nn.Module) -> dict[str, dict[str, float]]:
+    """By attention, from a recording that kept "entropy" and "largest_logit":
+
+    entropy: mean over images, heads and queries, in nats; log m is uniform attention, 0 one key.
+    largest_logit: the largest s·q·k + mask of any image, head, query and key.
+    q_gain, k_gain: root mean square of the norm's gain over heads and channels, 1 at the start;
+    only where the module norms queries and keys.
+    """
+    modules = dict(model.named_modules())
+    rows: list[tuple[str, str]] = []
+    values: list[Tensor] = []
+    for name, attention in seen.items():
+        numbers = {
+            "entropy": attention.need("entropy").mean(),
+            "largest_logit": attention.need("largest_logit").amax(),
+        }
+        module = modules.get(name.partition("#")[0])
+        for key, norm in NORMS.items():
+            gain = None if module is None else norm_gain(getattr(module, norm, None))
+            if gain is not None:
+                numbers[key] = gain
+        for key, value in numbers.items():
+            rows.append((name, key))
+            values.append(value.float())
+    # One transfer for all numbers: a device need not be waited for once a layer.
+    result: dict[str, dict[str, float]] = {name: {} for name in seen}
+    for (name, key), number in zip(rows, torch.stack(values).tolist(), strict=True):
+        result[name][key] = number
+    return result
+
+
+@torch.no_grad()
+def norm_gain(norm: nn.Module | None) -> Tensor | None:
+    """Root mean square of a QK norm's gain, relative to its start; None for no gain."""
+    gain = next((g for g in (getattr(norm, k, None) for k in GAINS) if g is not None), None)
+    if gain is None:
+        return None
+    # A gain on unit vectors starts at 1/√d (see QKNorm), the others at 1.
+    unit = getattr(norm, "form", None) == "unit" or hasattr(norm, "scale")
+    start = 1 / math.sqrt(gain.shape[-1]) if unit else 1.0
+    return gain.float().square().mean().sqrt() / start

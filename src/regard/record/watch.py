@@ -1,0 +1,218 @@
+"""Sees every attention a model computes, and says which module computed it."""
+
+import contextlib
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.overrides import TorchFunctionMode
+
+from regard.layers.attend import attend
+from regard.record.builtin import Builtin
+from regard.record.calls import Call
+from regard.record.products import SOFTMAXES, Product, Softmax, alias, is_product, product
+from regard.record.tokens import Tokens, find_layout, with_grid
+
+#: Takes a module's name, its layout of queries and of keys, and the call.
+Receive = Callable[[str, Tokens, Tokens, Call], None]
+
+
+class Watch(TorchFunctionMode):
+    """While entered, hands every attention inside `model` to `receive`.
+
+    Three roads lead to an attention: `regard.attend` and
+    `torch.nn.functional.scaled_dot_product_attention`, which take part in torch's function
+    protocol; a softmax whose result is multiplied with values; and torch.nn's own attention
+    modules, whose fast path a function mode would switch off, so that their `forward` runs
+    outside it and their queries and keys are projected once more. Nothing the model computes is
+    changed. Module names come from hooks common to all modules: the model has none of its own.
+    """
+
+    def __init__(
+        self, model: nn.Module, receive: Receive, *, grid: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.receive = receive
+        self.grid = grid
+        self.names = {m: name or type(model).__name__ for name, m in model.named_modules()}
+        self.called = False
+        #: Modules that ran and whose class is called attention, by name.
+        self.attention_like: dict[str, nn.Module] = {}
+        self.windowed: set[str] = set()
+        self._stack: list[tuple[str, tuple[int, int] | None]] = []
+        self._seen: dict[tuple[int, int], None] = {}
+        self._images: Tensor | None = None
+        self._batch: int | None = None
+        self._softmax: Softmax | None = None
+        self._cleanup = contextlib.ExitStack()
+
+    def __enter__(self) -> "Watch":
+        self._cleanup.callback(register_module_forward_pre_hook(self._before).remove)
+        after = register_module_forward_hook(self._after, always_call=True)
+        self._cleanup.callback(after.remove)
+        builtin = Builtin(self._report)
+        for module, name in self.names.items():
+            builtin.wrap(module, name, self._cleanup)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._cleanup.close()
+        self._stack.clear()
+        self._softmax = self._images = None
+
+    # Module names and grids
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        name = self.names.get(module)
+        if name is None or in_backward():
+            return
+        first = next((a for a in args if isinstance(a, Tensor)), None)
+        is_map = first is not None and first.ndim == 4
+        if not self._stack:
+            self.called = True
+            self._seen.clear()
+            self._images = first if is_map else None
+            self._batch = None if first is None else first.shape[0]
+        inside = is_map and first is not self._images
+        self._stack.append((name, map_size(first) if inside else None))
+        if re.search("attention|attn", type(module).__name__, re.IGNORECASE):
+            self.attention_like[name] = module
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module not in self.names or in_backward() or not self._stack:
+            return
+        self._stack.pop()
+        if isinstance(output, Tensor) and output.ndim == 4:
+            size = map_size(output)
+            self._seen.pop(size, None)
+            self._seen[size] = None  # the latest last
+
+    # Attention
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not self._stack or in_backward():
+            return out
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self._report(self._stack[-1][0], fused_call(out, *args, **kwargs))
+        elif func is attend:
+            self._report(self._stack[-1][0], attend_call(out, *args, **kwargs))
+        elif func in SOFTMAXES:
+            self._softmax = Softmax.of(out, *args, **kwargs)
+        elif self._softmax is not None:
+            if is_product(func):
+                found = product(self._softmax, func, args, out)
+                if found is not None:
+                    self._softmax = None
+                    self._report_product(found)
+            else:
+                self._softmax = alias(self._softmax, func, args, out)
+        return out
+
+    def _report_product(self, found: Product) -> None:
+        call = found.call(self._batch)
+        if call is not None:
+            self._report(self._stack[-1][0], call)
+
+    def _report(self, name: str, call: Call) -> None:
+        b, _, n, m = call.shape
+        if self._images is not None and b != self._images.shape[0]:
+            self.windowed.add(name)
+            return
+        with undisturbed(call.v.device.type):
+            queries = self._layout(n)
+            keys = queries if m == n else self._layout(m)
+            self.receive(name, queries, keys, call.without_graph())
+
+    def _layout(self, count: int) -> Tokens:
+        if self.grid is not None:
+            return with_grid(count, self.grid, self.model)
+        enclosing = [size for _, size in self._stack]
+        return find_layout(count, self.model, self._images, enclosing, self._seen)
+
+
+def map_size(x: Tensor) -> tuple[int, int]:
+    """(rows, columns) of a map (b, c, h, w)."""
+    return x.shape[-2], x.shape[-1]
+
+
+def in_backward() -> bool:
+    """Whether autograd runs: a checkpointed forward is then being repeated."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextlib.contextmanager
+def undisturbed(device_type: str) -> Iterator[None]:
+    """No gradients, no autocast, no function mode: what is computed within is ours alone."""
+    with (
+        torch.no_grad(),
+        torch.autocast(device_type, enabled=False),
+        torch._C.DisableTorchFunction(),
+    ):
+        yield
+
+
+def fused_call(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Call:
+    """The call that a scaled_dot_product_attention was."""
+    mask = attn_mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -torch.inf)
+    heads = query.shape[-3] if query.ndim > 2 else 1
+    if enable_gqa:
+        key = key.repeat_interleave(heads // key.shape[-3], -3)
+        value = value.repeat_interleave(heads // value.shape[-3], -3)
+    return attend_call(out, query, key, value, scale=scale, mask=mask, causal=is_causal)
+
+
+def attend_call(
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    **_: Any,
+) -> Call:
+    """The call that an `attend` was: q, k, v (…, n, d) as (b, g, n, d)."""
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+
+    def four(x: Tensor) -> Tensor:
+        x = x.expand(*lead, *x.shape[-2:])
+        return x.unsqueeze(1) if x.ndim == 3 else x.reshape(-1, *x.shape[-3:])
+
+    return Call(
+        q=four(q),
+        k=four(k),
+        v=four(v),
+        out=out,
+        to_heads=four,
+        scale=scale,
+        mask=mask,
+        causal=causal,
+    )
