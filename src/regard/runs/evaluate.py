@@ -1,0 +1,153 @@
+"""Predictions on a split, exact on any number of processes, and a run measured on data."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from regard.errors import InputError, nearest
+from regard.files import write_json, write_text
+from regard.images import Data, Preprocess, Split, eval_batches, open_data
+from regard.runs.config import RunConfig
+from regard.runs.folder import RunFolder
+from regard.runs.metrics import Evaluation
+from regard.runs.processes import Processes, check_device
+
+
+def predict_split(
+    model: nn.Module,
+    data: Data,
+    split: str,
+    config: RunConfig,
+    device: torch.device,
+    processes: Processes | None = None,
+) -> Evaluation:
+    """Class probabilities of every image of a split, each counted once; the same on all processes.
+
+    In float32, whatever training runs in, and in batches of the recipe's microbatch.
+    """
+    rank, world = (processes.rank, processes.world) if processes else (0, 1)
+    images = data.splits[split]
+    batch_size = config.recipe.microbatch
+    batches = eval_batches(
+        images,
+        config.preprocess,
+        batch_size=batch_size,
+        workers=config.recipe.workers,
+        rank=rank,
+        world=world,
+    )
+    indices, labels, probabilities, unreadable = [], [], [], []
+    rounds = 0
+    with torch.inference_mode():
+        for batch in batches:
+            logits = model(batch.images.to(device)).float()
+            read = batch.weights > 0
+            indices.append(batch.indices[read])
+            labels.append(batch.labels[read])
+            probabilities.append(logits.softmax(dim=-1).cpu()[read])
+            unreadable += [(name, reason) for _, name, reason in batch.unreadable]
+            rounds += 1
+        if processes and processes.sharded:  # a sharded model's forward needs every process
+            blank = torch.zeros(1, config.preprocess.channels, *config.preprocess.size)
+            for _ in range(rounds, math.ceil(len(images) / (batch_size * world))):
+                model(blank.to(device))
+    width = len(config.classes)
+    mine = (
+        np.concatenate([np.zeros(0, np.int64), *(part.numpy() for part in indices)]),
+        np.concatenate([np.zeros(0, np.int64), *(part.numpy() for part in labels)]),
+        np.concatenate([np.zeros((0, width), np.float32), *(p.numpy() for p in probabilities)]),
+        unreadable,
+    )
+    every = processes.gather(mine) if processes else [mine]
+    where = np.concatenate([part[0] for part in every])
+    order = np.argsort(where)
+    if not len(order):
+        raise InputError(f"no image of the {split} split of {data.name} could be read")
+    return Evaluation(
+        data=data.name,
+        split=split,
+        classes=config.classes,
+        names=tuple(images.name(int(i)) for i in where[order]),
+        labels=np.concatenate([part[1] for part in every])[order],
+        probabilities=np.concatenate([part[2] for part in every])[order].astype(np.float64),
+        unreadable=tuple(sorted(entry for part in every for entry in part[3])),
+    )
+
+
+def held_out(data: Data) -> str:
+    """The split that a finished run is measured on: test where there is one, else val."""
+    return "test" if "test" in data.splits else "val"
+
+
+def evaluate(
+    run: str | Path | RunFolder,
+    data: str | None = None,
+    *,
+    split: str | None = None,
+    device: str = "auto",
+) -> Evaluation:
+    """Measure a run with the weights in its folder.
+
+    Without `data`, or with the run's own, its own held-out images are used; of other data the
+    "test" or "val" split where it has one of its own, else every image. Classes are matched by
+    name.
+    """
+    folder = RunFolder.open(run)
+    config = folder.config()
+    own = data is None or data == config.recipe.data
+    opened = folder.data() if own else open_other(str(data), config)
+    split = split or held_out(opened)
+    if split not in opened.splits:
+        raise InputError(f"{opened.name} has no {split} split; {nearest(split, opened.splits)}")
+    where = pick_device(device)
+    return predict_split(folder.load_model(where), opened, split, config, where)
+
+
+def open_other(spec: str, config: RunConfig) -> Data:
+    """Data that a run was not trained on, with its classes as the run numbers them."""
+    data = open_data(spec, channels=config.preprocess.channels)
+    for name in data.classes:
+        if name not in config.classes:
+            raise InputError(
+                f"{data.name} has the class {name!r}, which the run does not know; "
+                f"{nearest(name, config.classes)}"
+            )
+    number = np.array([config.classes.index(name) for name in data.classes])
+    splits = data.splits
+    if data.rule["made"] == "seeded":  # a split of ours holds out nothing here: take them all
+        whole = {"val": joined([s for t, s in splits.items() if t != "test"])}
+        splits = {**whole, **{t: s for t, s in splits.items() if t == "test"}}
+    k = len(config.classes)
+    splits = {t: Split(s.source, s.items, number[s.labels], k) for t, s in splits.items()}
+    return dataclasses.replace(data, classes=config.classes, splits=splits)
+
+
+def joined(splits: list[Split]) -> Split:
+    """The images of several splits of one source, in the order of the source."""
+    items = np.concatenate([split.items for split in splits])
+    labels = np.concatenate([split.labels for split in splits])
+    order = np.argsort(items)
+    return Split(splits[0].source, items[order], labels[order], splits[0].num_classes)
+
+
+def pick_device(device: str) -> torch.device:
+    """A device by name; "auto" is the accelerator where there is one."""
+    check_device(device)
+    if device != "auto":
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def write_evaluation(folder: RunFolder, evaluation: Evaluation) -> None:
+    """evaluation.json, and predictions, scores by class and confusion matrix as CSV."""
+    write_json(folder.evaluation_file, evaluation.summary())
+    write_text(folder.predictions_file, evaluation.predictions_csv())
+    write_text(folder.per_class_file, evaluation.per_class_csv())
+    write_text(folder.confusion_file, evaluation.confusion_csv())

@@ -1,0 +1,66 @@
+"""Optimizers: AdamW on everything, or Muon on the blocks' matrices with AdamW on the rest."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+ADAM_BETAS = (0.9, 0.95)
+
+
+def build_optimizers(
+    model: nn.Module, name: str, lr: float, weight_decay: float
+) -> tuple[Optimizer, ...]:
+    """The optimizers of a run, to be stepped one after the other.
+
+    "adamw": AdamW with β = (0.9, 0.95). "muon": Muon (Jordan et al. 2024; momentum 0.95,
+    Nesterov, five Newton-Schulz steps) on the matrices of repeated blocks, its update scaled to
+    AdamW's size (`match_rms_adamw`, Liu et al. 2025, arXiv 2502.16982), so that one rate and one
+    decay serve both; AdamW on embedding, classifier and whatever is no matrix. Only parameters of
+    two or more dimensions decay: gains, biases and norms do not.
+    """
+    matrices = block_matrices(model) if name == "muon" else {}
+    rest = {n: p for n, p in model.named_parameters() if n not in matrices and p.requires_grad}
+    decayed = [p for p in rest.values() if decays(p)]
+    plain = [p for p in rest.values() if not decays(p)]
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=lr, betas=ADAM_BETAS, fused=True
+    )
+    if not matrices:
+        return (adamw,)
+    muon = torch.optim.Muon(
+        list(matrices.values()),
+        lr=lr,
+        weight_decay=weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return (muon, adamw)
+
+
+def block_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The matrices of linear layers inside repeated blocks (an nn.ModuleList or nn.Sequential)."""
+    found = {}
+    for stack_name, stack in model.named_modules():
+        if not isinstance(stack, (nn.ModuleList, nn.Sequential)):
+            continue
+        for name, module in stack.named_modules(prefix=stack_name):
+            if isinstance(module, nn.Linear) and module.weight.requires_grad:
+                found[f"{name}.weight"] = module.weight
+    return found
+
+
+def decays(parameter: torch.Tensor) -> bool:
+    """Whether weight decay applies: matrices and kernels, but no gain, bias or norm."""
+    return sum(side > 1 for side in parameter.shape) >= 2 and parameter.ndim in (2, 4)
+
+
+def set_rate(optimizers: Sequence[Optimizer], lr: float) -> None:
+    """Give every group of every optimizer this learning rate."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr

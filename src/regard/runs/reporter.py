@@ -1,0 +1,64 @@
+"""What a run says while it goes on: a progress bar with the time left, and lines above it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from regard.errors import MissingExtraError
+
+
+class Reporter:
+    """Speaks for the main process; on the others, and with `quiet`, it is silent.
+
+    On a terminal there is a bar; elsewhere only the lines given to `say`.
+    """
+
+    def __init__(self, *, quiet: bool = False, say: Callable[[str], None] | None = None) -> None:
+        self.quiet = quiet
+        self._say = say
+        self._bar: Any = None
+        self._task: Any = None
+
+    def say(self, line: str) -> None:
+        """One line for people."""
+        if self.quiet:
+            return
+        if self._say is not None:
+            self._say(line)
+        elif self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            print(line, flush=True)
+
+    def start(self, done: int, total: int) -> None:
+        """Show the bar, with `done` of `total` steps behind."""
+        if self.quiet or self._say is not None:
+            return
+        try:
+            from rich import progress
+        except ImportError:
+            raise MissingExtraError("rich", "train", "the progress bar") from None
+        bar = progress.Progress(
+            progress.TextColumn("{task.percentage:>3.0f}%"),
+            progress.BarColumn(),
+            progress.TextColumn("step {task.completed} of {task.total}"),
+            progress.TextColumn("{task.fields[numbers]}"),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("left"),
+            transient=True,
+        )
+        if bar.console.is_terminal:
+            self._bar = bar
+            self._bar.start()
+            self._task = bar.add_task("", total=total, completed=done, numbers="")
+
+    def step(self, done: int, numbers: dict[str, float]) -> None:
+        """Move the bar; `numbers` are shown beside it."""
+        if self._bar is not None:
+            words = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+            self._bar.update(self._task, completed=done, numbers=words)
+
+    def finish(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

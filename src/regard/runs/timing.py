@@ -1,0 +1,90 @@
+"""Quick measurements before a run: which number format is faster, how many steps fit a time."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from regard.runs.loop import Job, accumulate, clip_gradient, evaluation_interval
+
+WORTH = 1.05  # bf16 must be faster by this factor: it costs accuracy
+SHARE = 0.05  # of the planned time may go into planning it
+EVALUATION = 1 / 3  # of the time of a training step goes into as many images evaluated
+
+
+def choose_precision(job: Job) -> tuple[str, str]:
+    """ "fp32" or "bf16", whichever trains faster here, and why, in words.
+
+    A product of two 256 × 256 matrices goes first: where a processor has no bf16 arithmetic it is
+    up to a hundred times slower, and a whole step would take minutes.
+    """
+    device = job.processes.device
+    square = torch.randn(256, 256, device=device, generator=torch.Generator(device).manual_seed(0))
+    half = square.bfloat16()
+    ratio = seconds(lambda: square @ square, device) / seconds(lambda: half @ half, device)
+    ratio = job.processes.of_main(ratio)
+    if ratio < 1:
+        return "fp32", f"fp32, as a bf16 matrix product takes {1 / ratio:.1f} times as long here"
+    times = {}
+    batch = job.batches.at(0).to(device)
+    for precision in ("fp32", "bf16"):
+        trial = with_recipe(job, precision=precision)
+        times[precision] = seconds(lambda trial=trial: accumulate(trial, batch), device)
+        job.state.model.zero_grad()
+    ratio = job.processes.of_main(times["fp32"] / times["bf16"])
+    if ratio < WORTH:
+        return "fp32", f"fp32, as bf16 steps are only {ratio:.2f} times as fast here"
+    return "bf16", f"bf16, as its steps are {ratio:.2f} times as fast as fp32"
+
+
+def plan_steps(job: Job) -> tuple[int, str]:
+    """How many steps fit into the recipe's minutes, and why, in words.
+
+    Times real steps, reading included; the optimizers' state is empty again afterwards, the
+    weights are not as before. What evaluation will take is added from its number of images.
+    """
+    recipe = job.config.recipe
+    start = time.monotonic()
+    batches = job.batches.start(0)
+    times: list[float] = []
+    wanted = 3
+    while len(times) < wanted:
+        before = time.monotonic()
+        batch = next(batches).to(job.processes.device)
+        accumulate(job, batch)
+        clip_gradient(job.state.model, recipe.clip)
+        for optimizer in job.state.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        times.append(time.monotonic() - before)
+        if len(times) == wanted == 3:
+            fitting = SHARE * 60 * (recipe.minutes or 0) / times[-1]
+            wanted = job.processes.of_main(int(min(max(fitting, 3), 30)))
+    for optimizer in job.state.optimizers:
+        optimizer.state.clear()
+    step = job.processes.of_main(median(times[1:]))
+    images = len(job.data.splits["val"]) / recipe.batch_size
+    step *= 1 + EVALUATION * images / evaluation_interval(job)
+    left = job.processes.of_main(60 * (recipe.minutes or 0) - (time.monotonic() - start))
+    steps = max(1, int(left / step))
+    return steps, f"{steps} steps of {1000 * step:.0f} ms fit into {recipe.minutes:g} minutes"
+
+
+def seconds(work: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
+    """The median time of `work` after one call to warm up."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        work()
+        if device.type != "cpu":
+            getattr(torch, device.type).synchronize()
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
+
+
+def with_recipe(job: Job, **changes: object) -> Job:
+    """The same job with another recipe."""
+    recipe = dataclasses.replace(job.config.recipe, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(job, config=dataclasses.replace(job.config, recipe=recipe))

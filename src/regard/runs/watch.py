@@ -1,0 +1,139 @@
+"""What to do when the numbers go wrong: name where a NaN began, notice a loss that leaps."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.images import Batch
+from regard.runs.folder import RunStopped
+
+
+class NotFinite(RunStopped):
+    """The loss or its gradient was infinite or not a number; nothing was overwritten."""
+
+
+class LossWatch:
+    """Says once when a loss is far above its own history.
+
+    Far: above the running mean by six running standard deviations, both of log loss over about
+    the last hundred steps, and by a factor 2 at least. The first fifty steps only teach it.
+    """
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self.square = 0.0
+        self.seen = 0
+        self.said = False
+
+    def check(self, loss: float) -> bool:
+        """Take in a step's loss; True if it is the first to leap."""
+        value = math.log(max(loss, 1e-12))
+        spread = math.sqrt(max(self.square - self.mean**2, 0.0))
+        limit = self.mean + max(6 * spread, math.log(2))
+        leaps = self.seen >= 50 and value > limit and not self.said
+        self.said = self.said or leaps
+        self.seen += 1
+        share = max(1 / self.seen, 0.01)
+        self.mean += share * (value - self.mean)
+        self.square += share * (value**2 - self.square)
+        return leaps
+
+
+def diagnose(
+    model: nn.Module, parts: Sequence[Batch], loss_of: Callable[[int, Batch], Tensor]
+) -> str:
+    """Run a step's microbatches again with hooks and say where the first bad number arose.
+
+    `loss_of(i, part)` is the forward pass that training made of the i-th microbatch. Looked for,
+    in this order: weights, images, the output of a module, a module's gradient, the loss. Empty if
+    all is finite this time.
+    """
+    found = [f"the weight {n} itself" for n, t in model.state_dict().items() if not finite(t)]
+    for i, part in enumerate(parts):
+        odd = [int(n) for n, x in zip(part.indices, part.images, strict=True) if not finite(x)]
+        found += [f"the training image at position {n}" for n in odd]
+        with Watched(model) as watched:
+            loss = loss_of(i, part)
+            loss.backward()  # whatever was found: other processes may wait for this one's gradient
+        if watched.first:
+            found.append(f"{watched.first} ({watched.largest_logit()})")
+        if not finite(loss):
+            found.append(f"the loss ({watched.largest_logit()})")
+    return found[0] if found else ""
+
+
+class Watched:
+    """Within `with`, hooks on every module note the first bad output and the attention logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.first = ""
+        self.logits: dict[str, float] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> "Watched":
+        for name, module in self.model.named_modules():
+            label = f"{name or 'the model'} ({type(module).__name__})"
+            self._handles.append(module.register_forward_hook(self._forward(label)))
+            self._handles.append(module.register_full_backward_hook(self._backward(label)))
+            if hasattr(module, "queries_keys_values"):
+                self._handles.append(module.register_forward_pre_hook(self._logits(name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def largest_logit(self) -> str:
+        """The largest attention logit seen, in words."""
+        if not self.logits:
+            return "no attention logit was computed before it"
+        name = max(self.logits, key=lambda n: self.logits[n])
+        return f"the largest attention logit was {self.logits[name]:.3g}, in {name}"
+
+    def _forward(self, label: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if not self.first and not all(finite(t) for t in tensors_in(output)):
+                self.first = f"the output of {label}"
+
+        return hook
+
+    def _backward(self, label: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            if not self.first and not all(finite(t) for t in tensors_in(inputs)):
+                self.first = f"the gradient at the input of {label}"
+
+        return hook
+
+    def _logits(self, name: str) -> Callable[..., None]:
+        def hook(module: Any, inputs: tuple[Tensor, ...]) -> None:
+            with torch.no_grad():
+                q, k, _ = module.queries_keys_values(inputs[0])
+                largest = float("nan")
+                for sample in range(len(q)):
+                    scores = (q[sample] @ k[sample].transpose(-2, -1) * module.scale).abs()
+                    largest = max(largest, float(scores.max())) if sample else float(scores.max())
+            self.logits[name] = largest
+
+        return hook
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The floating-point tensors of a module's output, however nested."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether every number is one; integers always are. Of a sharded tensor, this process's part."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return bool(torch.isfinite(local).all())
