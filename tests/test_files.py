@@ -137,7 +137,7 @@ def test_refuses_by_name_what_it_cannot_read(tmp_path):
 
 def test_refuses_an_entry_of_a_flat_file(tmp_path):
     write_weights(tmp_path / "a.safetensors", STATE)
-    with pytest.raises(InputError, match="entry='ema': .* is flat"):
+    with pytest.raises(InputError, match=r"entry='ema': .* is flat"):
         read_state(tmp_path / "a.safetensors", "ema")
 
 

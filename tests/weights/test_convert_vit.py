@@ -49,5 +49,7 @@ def test_a_missing_and_an_unused_key_are_named(theirs):
     state = theirs.state_dict()
     del state["transformer.layers.3.1.net.1.bias"]
     state["extra"] = torch.zeros(1)
-    with pytest.raises(InputError, match=r"missing transformer\.layers\.3\.1\.net\.1\.bias.*extra"):
+    with pytest.raises(
+        InputError, match=r"missing: transformer\.layers\.3\.1\.net\.1\.bias; .*extra"
+    ):
         convert(state, "vit-pytorch-qk")

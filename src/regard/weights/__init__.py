@@ -1,5 +1,6 @@
 """Other people's weights and modules: key maps, conversion, acceleration."""
 
 from regard.weights.convert import convert
+from regard.weights.layouts import LAYOUTS
 
-__all__ = ["convert"]
+__all__ = ["LAYOUTS", "convert"]

@@ -1,9 +1,17 @@
 """The layout of vit-pytorch's SimpleViT with QK norm, and ours."""
 
+import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
+
+from regard.errors import InputError
+from regard.layers.checks import count
+from regard.models.simple_vit import SimpleViT
+from regard.weights.checks import add_rest, check_values, listing, refuse_other_vits
+from regard.weights.facts import Conversion, Facts
 
 # Our key on the left, `vit_pytorch.simple_vit_with_qk_norm`'s on the right, {i} the block.
 # The tensors are the same; positions are computed on both sides, never stored.
@@ -60,3 +68,118 @@ def vit_key_map(depth: int, *, to_ours: bool) -> dict[str, str]:
             pair = ours.replace("{i}", str(i)), theirs.replace("{i}", str(i))
             pairs.update([pair[::-1] if to_ours else pair])
     return pairs
+
+
+def convert_vits(
+    tensors: Mapping[str, Tensor], source: str, target: str, facts: Facts
+) -> Conversion:
+    """Every SimpleViT of a state dict, between ours and vit-pytorch's."""
+    if target not in ANCHORS:
+        raise InputError(f"a SimpleViT cannot become {target!r}; its layouts: {', '.join(ANCHORS)}")
+    found = find_vits(tensors, source)
+    if not found:
+        refuse_other_vits(tensors)
+        anchor = ANCHORS[source].replace("{i}", "0")
+        raise InputError(
+            f"no SimpleViT of the layout {source} is in the weights: it has {anchor}, at any "
+            f"depth; the weights hold {listing(tensors)}"
+        )
+    converted: dict[str, Tensor] = {}
+    missing: list[str] = []
+    used: set[str] = set()
+    for prefix, depth in found.items():
+        if depth > len(tensors):
+            raise InputError(f"the weights name block {depth - 1} but have {len(tensors)} keys")
+        for old, new in vit_key_map(depth, to_ours=target == "regard").items():
+            if prefix + old in tensors:
+                converted[prefix + new] = tensors[prefix + old]
+                used.add(prefix + old)
+            else:
+                missing.append(prefix + old)
+    if missing:
+        raise InputError(
+            f"the weights do not fit the layout {source}; missing: {listing(missing)}"
+            f"; unused: {listing(set(tensors) - used)}"
+            + ("; another kind of ViT" if any("q_norm" in key for key in missing) else "")
+        )
+    check_values({key: tensors[key] for key in used}, facts)
+    ours = converted if target == "regard" else tensors
+    for prefix, depth in found.items():
+        check_shapes(ours, tensors, source, prefix, depth)
+    rest = add_rest(converted, tensors, used, source, facts)
+    configs = {prefix: vit_config(ours, prefix, depth, facts) for prefix, depth in found.items()}
+    return Conversion(source, target, converted, vits=configs, rest=rest)
+
+
+def check_shapes(
+    ours: Mapping[str, Tensor], tensors: Mapping[str, Tensor], source: str, prefix: str, depth: int
+) -> None:
+    """Refuse tensors whose shapes are not those of the SimpleViT that its widths make."""
+    widths: dict[str, Any] = vit_widths(ours, prefix, source) | {"depth": depth}
+    values = ours[f"{prefix}embed.project.weight"].shape[-1]
+    one_pixel: dict[str, Any] = {"image_size": 1, "patch_size": 1, "channels": values}
+    model = SimpleViT(num_classes=None, **one_pixel, **widths, device="meta").state_dict()
+    misshapen = []
+    for old, new in vit_key_map(depth, to_ours=source != "regard").items():
+        came = tensors[prefix + old].shape
+        wanted = model[new if source != "regard" else old].shape
+        if came != wanted:
+            misshapen.append(f"{prefix}{old} {tuple(came)} for {tuple(wanted)}")
+    if misshapen:
+        raise InputError(
+            f"the weights do not fit the layout {source}; misshapen: {listing(misshapen)}"
+        )
+
+
+def vit_widths(ours: Mapping[str, Tensor], prefix: str, source: str) -> dict[str, int]:
+    """dim, mlp_dim, heads and dim_head of a SimpleViT of ours, from its weights."""
+    gamma = ours[f"{prefix}blocks.0.attention.q_norm.gamma"]
+    if gamma.ndim != 3:
+        raise InputError(
+            f"the weights do not fit the layout {source}; misshapen: the first block's "
+            f"q_norm.gamma {tuple(gamma.shape)} for (heads, 1, dim_head)"
+        )
+    return {
+        "dim": ours[f"{prefix}norm.weight"].shape[0],
+        "mlp_dim": ours[f"{prefix}blocks.0.mlp.up.weight"].shape[0],
+        "heads": gamma.shape[0],
+        "dim_head": gamma.shape[2],
+    }
+
+
+def vit_config(
+    tensors: Mapping[str, Tensor], prefix: str, depth: int, facts: Facts
+) -> dict[str, Any] | None:
+    """The arguments that rebuild a SimpleViT of ours from its weights; None without image_size.
+
+    A patch's values are one axis in the weights, channels · height · width, so that channels or
+    patch_size must be told; with channels alone the patch is taken to be square.
+    """
+    image_size, patch_size, channels = facts.image_size, facts.patch_size, facts.channels
+    if image_size is None:
+        return None
+    values = tensors[f"{prefix}embed.project.weight"].shape[1]
+    if patch_size is None and channels is None:
+        raise InputError(
+            f"a patch of this SimpleViT holds {values} values, channels · height · width: give "
+            "channels or patch_size"
+        )
+    if patch_size is None:
+        side = math.isqrt(values // count(channels, "channels"))
+        patch_size = (side, side)
+    if channels is None:
+        channels = values // math.prod(patch_size)
+    if channels * math.prod(patch_size) != values:
+        raise InputError(
+            f"a patch of this SimpleViT holds {values} values, not {channels} channels · "
+            f"{patch_size[0]} · {patch_size[1]}: give channels and patch_size that multiply to it"
+        )
+    return {
+        "image_size": list(image_size),
+        "patch_size": list(patch_size),
+        "channels": channels,
+        "num_classes": None,
+        "depth": depth,
+        "qk_norm": "unit",
+        **vit_widths(tensors, prefix, "regard"),
+    }
