@@ -17,6 +17,13 @@ def count(value: Any, name: str) -> int:
     return number
 
 
+def share(value: Any, name: str) -> float:
+    """`value` as a number of at least 0 and below 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise InputError(f"{name}={value!r}: give a number of at least 0 and below 1, such as 0.1")
+    return float(value)
+
+
 def divisor(value: Any, name: str, total: int, what: str) -> int:
     """`value` as a positive integer that divides `total`, the number of `what`."""
     number = count(value, name)

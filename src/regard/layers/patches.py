@@ -1,5 +1,6 @@
 """Images cut into patches."""
 
+import torch
 from torch import Tensor
 
 from regard.errors import InputError
@@ -29,3 +30,14 @@ def patchify(images: Tensor, patch: tuple[int, int]) -> Tensor:
     h, w = height // p, width // q
     cut = images.reshape(b, c, h, p, w, q)
     return cut.permute(0, 2, 4, 3, 5, 1).reshape(b, h * w, p * q * c)
+
+
+def keep_some(tokens: Tensor, dropped: float) -> Tensor:
+    """A random choice of each image's tokens (b, n, c), without the share `dropped` of them.
+
+    At least one stays; their order is random. Source: Liu et al. 2022, arXiv 2208.07220.
+    """
+    b, n, _ = tokens.shape
+    kept = max(1, n - int(n * dropped))
+    order = torch.rand(b, n, device=tokens.device).argsort(dim=1)[:, :kept]
+    return torch.take_along_dim(tokens, order[:, :, None], dim=1)

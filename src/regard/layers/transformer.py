@@ -72,8 +72,20 @@ class MLP(nn.Module):
         return self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
+def drop_path(branch: Tensor, rate: float) -> Tensor:
+    """Each sample of `branch` (b, …) zeroed with probability `rate`, else divided by 1 - rate.
+
+    Its expectation is `branch`. Source: stochastic depth, Huang et al. 2016, arXiv 1603.09382.
+    """
+    kept = torch.rand(branch.shape[:1] + (1,) * (branch.ndim - 1), device=branch.device) >= rate
+    return branch * (kept / (1 - rate)).to(branch.dtype)
+
+
 class Block(nn.Module):
-    """x ← x + Attention(x);  x ← x + MLP(x)."""
+    """x ← x + Attention(x);  x ← x + MLP(x).
+
+    In training each of the two branches is dropped by sample at the rate `drop_path`.
+    """
 
     def __init__(
         self,
@@ -82,14 +94,19 @@ class Block(nn.Module):
         dim_head: int,
         mlp_dim: int,
         qk_norm: Form | None = "unit",
+        drop_path: float = 0.0,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.drop_path = drop_path
         self.attention = Attention(dim, num_heads, dim_head, qk_norm, device=device, dtype=dtype)
         self.mlp = MLP(dim, mlp_dim, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.drop_path > 0:
+            x = x + drop_path(self.attention(x), self.drop_path)
+            return x + drop_path(self.mlp(x), self.drop_path)
         x = x + self.attention(x)
         return x + self.mlp(x)

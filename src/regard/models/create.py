@@ -1,5 +1,6 @@
 """Names to models."""
 
+import inspect
 import re
 from typing import Any, NamedTuple
 
@@ -7,6 +8,8 @@ from torch import nn
 
 from regard.errors import InputError, nearest
 from regard.models.simple_vit import SimpleViT
+
+VIT_OPTIONS = set(inspect.signature(SimpleViT).parameters) - {"num_classes"}
 
 
 class ViTSize(NamedTuple):
@@ -60,18 +63,3 @@ def create(name: str, *, num_classes: int | None, **options: Any) -> nn.Module:
             f"{name} has no option {unknown[0]!r}; {nearest(unknown[0], sorted(VIT_OPTIONS))}"
         )
     return SimpleViT(num_classes=num_classes, **{**arguments, **options})
-
-
-VIT_OPTIONS = {
-    "image_size",
-    "patch_size",
-    "dim",
-    "heads",
-    "dim_head",
-    "depth",
-    "mlp_dim",
-    "channels",
-    "qk_norm",
-    "device",
-    "dtype",
-}

@@ -1,19 +1,22 @@
 """SimpleViT with QK norm, at any image size."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from regard.errors import InputError
-from regard.layers.checks import count, pair
-from regard.layers.patches import check_divisible, patchify
+from regard.layers.checks import count, pair, share
+from regard.layers.conv_stem import ConvStem
+from regard.layers.patches import check_divisible, keep_some, patchify
 from regard.layers.positions import check_position_dim, sincos_2d
 from regard.layers.qk_norm import Form, check_form
 from regard.layers.transformer import Block
 
 Size = int | tuple[int, int]
+Stem = Literal["patch", "conv"]
 
 
 class PatchEmbedding(nn.Module):
@@ -34,6 +37,11 @@ class PatchEmbedding(nn.Module):
         self.norm_in = nn.LayerNorm(width, device=device, dtype=dtype)
         self.project = nn.Linear(width, dim, device=device, dtype=dtype)
         self.norm_out = nn.LayerNorm(dim, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Draw the projection anew, LeCun-normal, with zero biases."""
+        nn.init.normal_(self.project.weight, std=1 / math.sqrt(self.project.in_features))
+        nn.init.zeros_(self.project.bias)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.norm_out(self.project(self.norm_in(patchify(images, self.patch))))
@@ -58,10 +66,16 @@ class SimpleViT(nn.Module):
         channels: image channels.
         dim_head: width of a head; heads · dim_head need not equal dim.
         qk_norm: "unit" (the source's), "rms", "layer" or None; see `layers.qk_norm.QKNorm`.
+        stem: "patch" embeds each patch by itself (the source's); "conv" puts `ConvStem` there.
+        drop_path: rate at which the last block drops each of its branches, in training; block i
+            of 1 … depth drops at i / depth of it.
+        patch_dropout: share of the tokens left out of each image in training, at random.
+        activation_checkpointing: keep only each block's input for backward and compute the rest
+            again: less memory, a third more arithmetic, the same numbers.
 
     Initialisation: linear weights of the blocks are Glorot-uniform (each of q, k, v by itself),
-    the patch projection LeCun-normal, biases zero, the classifier zero (so the first loss is
-    log num_classes); norms start at gain 1, and QK gains as `QKNorm` says.
+    the patch projection LeCun-normal (a stem as `ConvStem` says), biases zero, the classifier zero
+    (so the first loss is log num_classes); norms start at gain 1, and QK gains as `QKNorm` says.
 
     Source: vit-pytorch's `simple_vit_with_qk_norm` (the same numbers with its weights, see
     `regard.weights.convert`); Beyer, Zhai, Kolesnikov 2022, arXiv 2205.01580. Where we differ:
@@ -81,6 +95,10 @@ class SimpleViT(nn.Module):
         channels: int = 3,
         dim_head: int = 64,
         qk_norm: Form | None = "unit",
+        stem: Stem = "patch",
+        drop_path: float = 0.0,
+        patch_dropout: float = 0.0,
+        activation_checkpointing: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -96,6 +114,8 @@ class SimpleViT(nn.Module):
             count(value, name)
         check_position_dim(dim)
         check_form(qk_norm)
+        if stem not in ("patch", "conv"):
+            raise InputError(f"stem={stem!r}: give 'patch' or 'conv'")
         #: The arguments that rebuild this model, JSON-ready: SimpleViT(**model.config).
         self.config: dict[str, Any] = {
             "image_size": [height, width],
@@ -108,15 +128,23 @@ class SimpleViT(nn.Module):
             "channels": channels,
             "dim_head": dim_head,
             "qk_norm": qk_norm,
+            "stem": stem,
+            "drop_path": share(drop_path, "drop_path"),
+            "patch_dropout": share(patch_dropout, "patch_dropout"),
+            "activation_checkpointing": bool(activation_checkpointing),
         }
         self.image_size = (height, width)
         self.patch_size = patch
         self.channels = channels
         self.num_classes = num_classes
-        self.embed = PatchEmbedding(channels, patch, dim, device=device, dtype=dtype)
+        self.patch_dropout = patch_dropout
+        self.activation_checkpointing = activation_checkpointing
+        embedding: type[PatchEmbedding | ConvStem] = PatchEmbedding if stem == "patch" else ConvStem
+        self.embed = embedding(channels, patch, dim, device=device, dtype=dtype)
+        rates = [drop_path * (i + 1) / depth for i in range(depth)]
         self.blocks = nn.ModuleList(
-            Block(dim, heads, dim_head, mlp_dim, qk_norm, device=device, dtype=dtype)
-            for _ in range(depth)
+            Block(dim, heads, dim_head, mlp_dim, qk_norm, rate, device=device, dtype=dtype)
+            for rate in rates
         )
         self.norm = nn.LayerNorm(dim, device=device, dtype=dtype)
         self.features_norm = nn.LayerNorm(dim, device=device, dtype=dtype)
@@ -136,8 +164,7 @@ class SimpleViT(nn.Module):
                     nn.init.xavier_uniform_(linear.weight)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-        project = self.embed.project
-        nn.init.normal_(project.weight, std=1 / math.sqrt(project.in_features))
+        self.embed.reset_parameters()
         if self.classifier is not None:
             nn.init.zeros_(self.classifier.weight)
 
@@ -159,12 +186,18 @@ class SimpleViT(nn.Module):
         return height // self.patch_size[0], width // self.patch_size[1]
 
     def tokens(self, images: Tensor) -> Tensor:
-        """Patch tokens (b, n, dim) after the last block and its norm, row-major."""
+        """Patch tokens (b, n, dim) after the last block and its norm, row-major.
+
+        In training `patch_dropout` leaves some out.
+        """
         h, w = self.grid(images)
         x = self.embed(images)
         x = x + sincos_2d(h, w, x.shape[-1], device=x.device).to(x.dtype)
+        if self.training and self.patch_dropout > 0:
+            x = keep_some(x, self.patch_dropout)
+        recompute = self.activation_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
         return self.norm(x)
 
     def features(self, images: Tensor) -> Tensor:
