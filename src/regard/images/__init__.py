@@ -5,8 +5,10 @@ from regard.images.batch import Batch
 from regard.images.batches import TrainBatches, eval_batches
 from regard.images.data import Data, Split
 from regard.images.decode import UnreadableImage, decode, to_channels
+from regard.images.memory import remember
 from regard.images.preprocess import Geometry, Preprocess
 from regard.images.sources import open_data
+from regard.images.statistics import pixel_statistics
 
 __all__ = [
     "Augment",
@@ -20,5 +22,7 @@ __all__ = [
     "decode",
     "eval_batches",
     "open_data",
+    "pixel_statistics",
+    "remember",
     "to_channels",
 ]

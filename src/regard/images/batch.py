@@ -79,12 +79,17 @@ def collate(
     split: Split,
     preprocess: Preprocess,
     indices: np.ndarray,
-    prepare: Callable[[Tensor, int], Tensor],
+    prepare: Callable[[Tensor, int], Tensor] | None = None,
 ) -> Batch:
     """Read, prepare and normalise the pictures at `indices`.
 
-    `prepare(picture, j)` fits the j-th of them to the input: (c, h, w) in 0..255.
+    `prepare(picture, j)` brings the j-th of them to the input's size, in 0..255; unless given,
+    they are fitted as evaluation does, which at that size already changes nothing.
     """
+    if prepare is None:
+        whole = split.together(indices)
+        if whole is not None and whole.shape[1:] == (preprocess.channels, *preprocess.size):
+            return _labelled(split, indices, preprocess.normalise(whole))
     pictures, weights, unreadable = [], [], []
     for j, index in enumerate(indices.tolist()):
         try:
@@ -94,12 +99,18 @@ def collate(
             pictures.append(torch.zeros(preprocess.channels, *preprocess.size))
             weights.append(0.0)
         else:
-            pictures.append(prepare(picture, j))
+            fitted = preprocess.fitted(picture) if prepare is None else prepare(picture, j)
+            pictures.append(fitted)
             weights.append(1.0)
     kept = torch.tensor(weights)
     images = preprocess.normalise(torch.stack(pictures))
     if unreadable:
         images = images * kept.view(-1, 1, 1, 1)
+    batch = _labelled(split, indices, images)
+    return replace(batch, weights=kept, unreadable=tuple(unreadable))
+
+
+def _labelled(split: Split, indices: np.ndarray, images: Tensor) -> Batch:
     labels = torch.from_numpy(split.labels[indices])
     targets = F.one_hot(labels, split.num_classes).to(torch.float32)
-    return Batch(images, targets, labels, kept, torch.from_numpy(indices), tuple(unreadable))
+    return Batch(images, targets, labels, torch.ones(len(labels)), torch.from_numpy(indices))

@@ -119,11 +119,13 @@ class TrainBatches:
             epoch, index = int(epochs[j]), int(indices[j])
             return load_picture(picture, self.preprocess, self.augment, self.seed, epoch, index)
 
-        batch = collate(self.split, self.preprocess, indices, prepare)
-        images = flip_and_shift(batch.images, self.augment, self.seed, epochs, indices)
-        images = erase_boxes(images, self.augment.erase, self.seed, epochs, indices)
+        augment = self.augment
+        one_by_one = bool(augment.crop_scale or augment.randaugment)
+        batch = collate(self.split, self.preprocess, indices, prepare if one_by_one else None)
+        images = flip_and_shift(batch.images, augment, self.seed, epochs, indices)
+        images = erase_boxes(images, augment.erase, self.seed, epochs, indices)
         images, targets = mix(
-            images, batch.targets, batch.weights, self.augment, self.seed, step, microbatch
+            images, batch.targets, batch.weights, augment, self.seed, step, microbatch
         )
         return replace(batch, images=images, targets=targets)
 
@@ -143,9 +145,7 @@ class _EvalParts:
 
     def __call__(self, begin: int) -> Batch:
         indices = np.arange(begin, min(begin + self.batch_size, len(self.split)))
-        return collate(
-            self.split, self.preprocess, indices, lambda picture, _: self.preprocess.fitted(picture)
-        )
+        return collate(self.split, self.preprocess, indices)
 
 
 def eval_batches(

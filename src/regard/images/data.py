@@ -13,7 +13,12 @@ from regard.images.decode import UnreadableImage, decode
 
 
 class Source:
-    """Where pictures come from; item numbers run over all of them, before any split."""
+    """Where pictures come from; item numbers run over all of them, before any split.
+
+    `has_files` says whether `raw` gives picture files; if not, it gives pixels.
+    """
+
+    has_files = True
 
     def __init__(self, channels: int) -> None:
         self.channels = channels
@@ -39,6 +44,10 @@ class Source:
             raise UnreadableImage(self.name(item), reason) from None
         return decode(raw, self.channels, self.name(item))
 
+    def together(self, items: np.ndarray) -> Tensor | None:
+        """Pictures of one size at once, uint8 (b, c, h, w), if that is quicker than one by one."""
+        return None
+
 
 class Split:
     """Labelled pictures: positions 0 … len - 1 into a source; labels 0 … num_classes - 1."""
@@ -61,6 +70,14 @@ class Split:
     def read(self, i: int) -> Tensor:
         """Picture i, uint8 (c, h, w); raises `UnreadableImage`."""
         return self.source.read(int(self.items[i]))
+
+    def together(self, positions: np.ndarray) -> Tensor | None:
+        """Pictures of one size at once, uint8 (b, c, h, w), where they are in memory."""
+        return self.source.together(self.items[positions])
+
+    def over(self, source: Source) -> "Split":
+        """The same split of a source that numbers its pictures alike."""
+        return Split(source, self.items, self.labels, self.num_classes)
 
     def take(self, positions: Any) -> "Split":
         """The split that holds these positions only, in this order."""

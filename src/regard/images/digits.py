@@ -13,6 +13,8 @@ from regard.images.splits import Listing
 class DigitsSource(Source):
     """Pixel values 0..16 become round(v · 255 / 16), halves to even, as uint8."""
 
+    has_files = False
+
     def __init__(self, values: np.ndarray, channels: int) -> None:
         super().__init__(channels)
         self.pictures = torch.from_numpy(np.round(values * (255 / 16)).astype(np.uint8))

@@ -8,6 +8,8 @@ from regard.images.data import Data
 from regard.images.decode import check_channels
 from regard.images.digits import list_digits
 from regard.images.folder import list_folder, list_zip
+from regard.images.hub import list_hub
+from regard.images.manifest import MANIFEST_SUFFIXES, list_manifest
 from regard.images.splits import Listing, assemble
 
 
@@ -19,7 +21,12 @@ def open_data(
     val_fraction: float = 0.1,
     record: dict[str, Any] | None = None,
 ) -> Data:
-    """Open `spec`: "digits", a folder or zip of class folders.
+    """Open `spec`.
+
+    - "digits": scikit-learn's embedded digits.
+    - a folder, or a zip, of train/ val/ [test/] with class folders, or of class folders alone.
+    - a .csv, .tsv or .parquet manifest with columns path, label and, if wanted, split.
+    - "hf:NAME_OR_PATH" ("hf:NAME:CONFIG"): a Hugging Face data set.
 
     `channels` is 1 or 3; unless given, the digits have 1 and all else 3. Where the source has no
     val split, a stratified one of `val_fraction` is drawn, keyed by `seed`; `record`, an earlier
@@ -35,10 +42,16 @@ def _list(spec: str, channels: int | None) -> Listing:
     path = Path(spec)
     if spec == "digits":
         return list_digits(channels)
+    if spec.startswith("hf:"):
+        return list_hub(spec[3:], channels)
     if path.is_dir():
         return list_folder(path, channels)
     if path.is_file() and path.suffix.lower() == ".zip":
         return list_zip(path, channels)
+    if path.is_file() and path.suffix.lower() in MANIFEST_SUFFIXES:
+        return list_manifest(path, channels)
+    what = "is a file of another kind" if path.exists() else "does not exist"
     raise InputError(
-        f"there is no data {spec!r}; give digits, a folder of class folders or a zip of them"
+        f"{spec!r} {what}; give digits, a folder or zip of class folders, a .csv, .tsv or "
+        ".parquet manifest, or hf:NAME_OR_PATH"
     )

@@ -1,14 +1,15 @@
-"""Worker processes that make batches ahead of time, in order."""
+"""Worker processes that make things ahead of time, in order."""
 
 import itertools
+import multiprocessing
 from collections.abc import Callable, Iterator
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-# Tasks that each worker has in hand.
-_AHEAD = 2
+_AHEAD = 2  # tasks that each worker has in hand
 
 
 class _Tasks(Dataset[Any]):
@@ -36,9 +37,9 @@ def deliver(
 ) -> Iterator[Any]:
     """make(*task) of each task, in the order of the tasks, made by `workers` processes.
 
-    With 0 workers it is made here. Processes are spawned, so `make` is pickled, and a script
-    needs its `if __name__ == "__main__"`. What is made depends on the task alone, so the number
-    of workers changes nothing but speed.
+    With 0 workers it is made here. `make` is pickled for the workers, and a script needs its
+    `if __name__ == "__main__"`. What is made depends on the task alone, so the number of workers
+    changes nothing but speed.
     """
     if workers == 0:
         return itertools.starmap(make, tasks)
@@ -55,7 +56,7 @@ def _from_processes(
         num_workers=workers,
         prefetch_factor=_AHEAD,
         collate_fn=_as_made,
-        multiprocessing_context="spawn",
+        multiprocessing_context=_context(),
         # DataLoader draws its workers' seeds from here; the global generator stays untouched.
         generator=torch.Generator(),
     )
@@ -63,3 +64,15 @@ def _from_processes(
 
 def _as_made(made: Any) -> Any:
     return made
+
+
+def _context() -> BaseContext:
+    """Processes forked from a server that has imported us once, without our threads or GPU state.
+
+    Where there is no fork they are spawned, and each imports anew.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", "regard.images"])
+    return context
