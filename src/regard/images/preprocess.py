@@ -96,14 +96,13 @@ class Preprocess:
         whole, full = Box(0, 0, height, width), Box(0, 0, h, w)
         if self.fit == "crop":
             # the largest box with box_h : box_w = h : w
-            box_h = min(height, max(1, round(width * h / w)))
-            box_w = min(width, max(1, round(height * w / h)))
+            box_h = min(height, max(1, round_ratio(width * h, w)))
+            box_w = min(width, max(1, round_ratio(height * w, h)))
             top, left = (height - box_h) // 2, (width - box_w) // 2
             return Geometry(Box(top, left, box_h, box_w), full)
         if self.fit == "letterbox":
-            scale = min(h / height, w / width)
-            in_h = min(h, max(1, round(height * scale)))
-            in_w = min(w, max(1, round(width * scale)))
+            in_h = min(h, max(1, round_ratio(height * w, width)))
+            in_w = min(w, max(1, round_ratio(width * h, height)))
             return Geometry(whole, Box((h - in_h) // 2, (w - in_w) // 2, in_h, in_w))
         return Geometry(whole, full)
 
@@ -175,11 +174,19 @@ class Preprocess:
             )
 
 
+def round_ratio(a: Any, b: Any) -> Any:
+    """a / b rounded to a whole number, halves to even; exact, and on symbolic sizes too."""
+    quotient, rest = a // b, a % b
+    return quotient + (2 * rest + quotient % 2 + b - 1) // (2 * b)
+
+
 def resize(picture: Tensor, size: tuple[int, int]) -> Tensor:
     """(c, H, W) to float32 (c, h, w): antialiased bilinear, half-pixel centres."""
     values = picture.to(torch.float32)
     if tuple(values.shape[-2:]) == tuple(size):
         return values
+    if size[1] == 1 < size[0]:  # torch 2.14 repeats the first row where one column comes out
+        return resize(picture.transpose(1, 2), (1, size[0])).transpose(1, 2)
     return F.interpolate(
         values.unsqueeze(0), size=tuple(size), mode="bilinear", antialias=True, align_corners=False
     ).squeeze(0)
