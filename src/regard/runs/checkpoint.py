@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,7 +104,7 @@ class Checkpoints:
 
 
 def load_checkpoint(path: Path, state: TrainState) -> None:
-    """Bring the state to that of a checkpoint folder, in place; several processes call it together."""
+    """Bring the state to that of a checkpoint folder, in place; all processes call it together."""
     shapes = stored_shapes(path)
     state.prepare(shapes)
     tensors = state.tensors()
@@ -126,6 +127,5 @@ def load_checkpoint(path: Path, state: TrainState) -> None:
 def stored_shapes(path: Path) -> dict[str, torch.Size]:
     """Names and whole shapes of the tensors in a checkpoint folder."""
     reader = dcp.HuggingFaceStorageReader(str(path))
-    return {
-        name: stored.size for name, stored in reader.read_metadata().state_dict_metadata.items()
-    }
+    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    return {name: tensor.size for name, tensor in stored.items()}

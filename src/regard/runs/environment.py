@@ -13,7 +13,7 @@ PACKAGES = ("regard", "torch", "numpy", "safetensors", "torchvision", "lightning
 
 def environment(device: torch.device, processes: int) -> dict[str, Any]:
     """Versions, machine and threads; the numbers that bits depend on are all here."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

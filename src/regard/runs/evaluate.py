@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import nn
 
 from regard.errors import InputError, nearest
 from regard.files import write_json, write_text
-from regard.images import Data, Preprocess, Split, eval_batches, open_data
+from regard.images import Data, Split, eval_batches, open_data
 from regard.runs.config import RunConfig
 from regard.runs.folder import RunFolder
 from regard.runs.metrics import Evaluation

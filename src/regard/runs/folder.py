@@ -1,6 +1,7 @@
 """The run folder: the only place that knows the names inside it."""
 
 import contextlib
+import csv
 import errno
 import json
 import os
@@ -106,6 +107,19 @@ class RunFolder:
         }
         write_weights(self.weights_file, state, metadata)
 
+    def evaluation(self) -> dict[str, Any]:
+        """The numbers of the last measurement on the held-out images (`Evaluation.summary`)."""
+        return read_json(self.evaluation_file)
+
+    def predictions(self) -> list[dict[str, str]]:
+        """The lines of predictions.csv, each by column."""
+        with self.predictions_file.open(encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
+
+    def environment(self) -> dict[str, Any]:
+        """What the run ran on."""
+        return read_json(self.environment_file)
+
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl. A line that a kill cut short is left out."""
         if not self.metrics_file.exists():
@@ -139,10 +153,7 @@ class RunFolder:
             handle.truncate(0)
             handle.write(f"process {os.getpid()} on {socket.gethostname()}")
             handle.flush()
-            try:
-                yield
-            finally:
-                self.lock_file.unlink(missing_ok=True)
+            yield
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:

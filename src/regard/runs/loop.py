@@ -58,13 +58,11 @@ def run(job: Job) -> None:
             batch = next(batches).to(job.processes.device)
             lr = recipe.lr * rate(progress.step, recipe.steps, recipe.warmup)
             set_rate(state.optimizers, lr)
-            loss_sum, weight = accumulate(job, batch)
+            sums = accumulate(job, batch)
             norm = clip_gradient(state.model, recipe.clip)
 
-            overdue = job.processes.main and time.monotonic() - saved > 60 * recipe.save_every
-            loss_sum, weight, signals, overdue = job.processes.sum(
-                [float(loss_sum), float(weight), stop.number, overdue]
-            )
+            late = job.processes.main and time.monotonic() - saved > 60 * recipe.save_every
+            loss_sum, weight, signals, due = job.processes.sum([*sums.tolist(), stop.number, late])
             loss = loss_sum / max(weight, 1e-12)
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise not_finite(job, batch)
@@ -86,8 +84,8 @@ def run(job: Job) -> None:
 
             if progress.step % every == 0 or progress.step == recipe.steps:
                 evaluate_now(job)
-                overdue = True
-            if overdue or signals:
+                due = True
+            if due or signals:
                 job.log.flush()  # first: no step of a checkpoint may lack its line
                 job.checkpoints.save(state)
                 saved = time.monotonic()
@@ -97,8 +95,8 @@ def run(job: Job) -> None:
     job.checkpoints.wait()
 
 
-def accumulate(job: Job, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Add up the gradient of a step's microbatches; the weighted sum of losses, and of weights.
+def accumulate(job: Job, batch: Batch) -> Tensor:
+    """Add up the gradient of a step's microbatches; (Σ w_i ℓ_i, Σ w_i) of this process.
 
     The gradient is that of Σ w_i ℓ_i / B over the batch of all processes, B its size: an image
     that could not be read counts as no gradient, not as a smaller batch. Several processes average
@@ -113,7 +111,7 @@ def accumulate(job: Job, batch: Batch) -> tuple[Tensor, Tensor]:
             loss = part_loss(job, job.model, part, (step, job.processes.rank * len(parts) + i))
             job.processes.fabric.backward(loss * (job.processes.world / recipe.batch_size))
         total += loss.detach()
-    return total, batch.weights.sum()
+    return torch.stack([total, batch.weights.sum()])
 
 
 def part_loss(job: Job, model: Any, part: Batch, place: tuple[int, int]) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 ADAM_BETAS = (0.9, 0.95)
@@ -42,7 +42,7 @@ def build_optimizers(
     return (muon, adamw)
 
 
-def block_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+def block_matrices(model: nn.Module) -> dict[str, Tensor]:
     """The matrices of linear layers inside repeated blocks (an nn.ModuleList or nn.Sequential)."""
     found = {}
     for stack_name, stack in model.named_modules():
@@ -54,9 +54,9 @@ def block_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def decays(parameter: torch.Tensor) -> bool:
+def decays(parameter: Tensor) -> bool:
     """Whether weight decay applies: matrices and kernels, but no gain, bias or norm."""
-    return sum(side > 1 for side in parameter.shape) >= 2 and parameter.ndim in (2, 4)
+    return parameter.ndim in (2, 4)
 
 
 def set_rate(optimizers: Sequence[Optimizer], lr: float) -> None:

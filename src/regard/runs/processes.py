@@ -118,4 +118,5 @@ def shard(model: nn.Module, mesh: Any) -> nn.Module:
         if isinstance(module, nn.ModuleList):
             for block in module:
                 fully_shard(block, mesh=data_parallel)
-    return fully_shard(model, mesh=data_parallel)
+    fully_shard(model, mesh=data_parallel)
+    return model

@@ -29,7 +29,8 @@ class Progress:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
         """Rebuild from `to_dict`'s result."""
-        return cls(**{k: float("inf") if v is None else v for k, v in values.items()})
+        known: dict[str, Any] = {k: float("inf") if v is None else v for k, v in values.items()}
+        return cls(**known)
 
 
 @dataclass

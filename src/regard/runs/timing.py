@@ -1,9 +1,11 @@
 """Quick measurements before a run: which number format is faster, how many steps fit a time."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -31,7 +33,7 @@ def choose_precision(job: Job) -> tuple[str, str]:
     batch = job.batches.at(0).to(device)
     for precision in ("fp32", "bf16"):
         trial = with_recipe(job, precision=precision)
-        times[precision] = seconds(lambda trial=trial: accumulate(trial, batch), device)
+        times[precision] = seconds(functools.partial(accumulate, trial, batch), device)
         job.state.model.zero_grad()
     ratio = job.processes.of_main(times["fp32"] / times["bf16"])
     if ratio < WORTH:
@@ -84,7 +86,7 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int = 3) 
     return median(times[1:])
 
 
-def with_recipe(job: Job, **changes: object) -> Job:
+def with_recipe(job: Job, **changes: Any) -> Job:
     """The same job with another recipe."""
-    recipe = dataclasses.replace(job.config.recipe, **changes)  # type: ignore[arg-type]
+    recipe = dataclasses.replace(job.config.recipe, **changes)
     return dataclasses.replace(job, config=dataclasses.replace(job.config, recipe=recipe))

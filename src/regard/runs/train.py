@@ -17,7 +17,7 @@ from regard.files import read_weights, write_json
 from regard.images import Data, Preprocess, TrainBatches, open_data
 from regard.models.create import create
 from regard.runs.checkpoint import Checkpoints, load_checkpoint
-from regard.runs.config import Recipe, RunConfig, Segment, TrainConfig
+from regard.runs.config import RunConfig, Segment, TrainConfig
 from regard.runs.environment import environment
 from regard.runs.evaluate import held_out, predict_split, write_evaluation
 from regard.runs.folder import RunFolder
@@ -99,7 +99,7 @@ def new_job(
         inherited["image_size"] = source.recipe.image_size
     data = open_data(config.data, channels=channels, seed=config.seed or 0)
     recipe, notes = new_recipe(config, data, processes.world, inherited)
-    model_arguments = {
+    model_arguments: dict[str, Any] = {
         "name": recipe.model,
         "num_classes": len(data.classes),
         "image_size": list(recipe.image_size),
@@ -281,7 +281,7 @@ def segment(step: int, changed: dict[str, Any], processes: Processes) -> Segment
 
 
 def start_from(model: nn.Module, origin: RunFolder, data: Data) -> str:
-    """Load another run's weights; a classifier of other classes stays new. What was done, in words."""
+    """Load a run's weights; a classifier of other classes stays new. What was done, in words."""
     source = origin.config()
     weights = read_weights(origin.weights_file)
     same = source.classes == data.classes

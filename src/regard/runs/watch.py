@@ -134,6 +134,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def finite(tensor: Tensor) -> bool:
-    """Whether every number is one; integers always are. Of a sharded tensor, this process's part."""
+    """Whether every number is one. Of a sharded tensor this process's part is looked at."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return bool(torch.isfinite(local).all())
