@@ -11,35 +11,57 @@ from regard.options import parse
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Measure a run on images: accuracy, per-class scores and a confusion matrix."""
+    """Measure a run on images: accuracy, per-class scores, a confusion matrix."""
 
     run: Path
     """The run folder."""
-    data: str
-    """Images to measure on; of a source with several splits, the held-out one."""
+    data: str | None = None
+    """Images to measure on; the run's own held-out images if not given."""
     split: str | None = None
-    """Which split, if not the held-out one: train, val or test."""
-    batch_size: int = 256
-    """Images in one forward pass."""
+    """Which split: train, val or test; test, or else val, if not given."""
     device: str = "auto"
     """Where to compute: auto, cpu, cuda or mps."""
+    out: Path | None = None
+    """A new folder for the figures, the predictions and the confusion matrix as files."""
 
 
 def train_command(arguments: list[str]) -> int:
+    """`regard train`: train or resume, then write the report."""
     from regard.runs.config import TrainConfig
     from regard.runs.train import train
     from regard.views.report import write_report
 
     result = train(parse(TrainConfig, "train", arguments, ("data",)))
     report = write_report(result.folder)
-    print(f"accuracy  {result.accuracy:.2%} on {result.held_out} held-out images")
-    print(f"time      {result.minutes:.1f} minutes")
-    print(f"report    {report}")
-    print(f"run       {result.folder}")
+    print(
+        f"accuracy  {result.accuracy:.2%} on {result.held_out} held-out images\n"
+        f"time      {result.minutes:.1f} minutes\n"
+        f"report    {report}\n"
+        f"run       {result.folder}"
+    )
     return 0
 
 
 def eval_command(arguments: list[str]) -> int:
+    """`regard eval`: print the figures, and write them where asked."""
+    from regard.runs.evaluate import evaluate, write_evaluation
+    from regard.runs.folder import RunFolder
+
+    options = parse(EvalOptions, "eval", arguments, ("run", "data"))
+    if options.out is not None and options.out.exists():
+        raise InputError(f"{options.out} exists; give --out a new folder")
+    found = evaluate(options.run, options.data, split=options.split, device=options.device)
+    numbers = found.summary()
+    print(f"{found.data}, {found.split} split, {len(found.labels)} images")
+    for name, value in numbers.items():
+        if isinstance(value, float):
+            print(f"{name.replace('_', ' '):<20}{value:.4f}")
+    for name, reason in found.unreadable:
+        print(f"not counted, unreadable: {name} ({reason})")
+    if options.out is not None:
+        options.out.mkdir(parents=True)
+        write_evaluation(RunFolder(options.out), found)
+        print(f"written to {options.out}")
     return 0
 
 

@@ -18,42 +18,69 @@ def parse(
 ) -> Options:
     """`arguments` as an instance of the dataclass `options`; exits with 2 on what is not legal.
 
-    Fields named in `positional` are given by place, the others as --name value.
+    Fields named in `positional` are given by place, the others as --name value. A field that is
+    itself such a dataclass adds its fields.
     """
-    hints = typing.get_type_hints(options)
-    refuse_unknown(command, arguments, hints)
-    fields: list[Any] = []
-    for field in dataclasses.fields(typing.cast(Any, options)):
-        kind = Annotated[
-            hints[field.name],
-            tyro.conf.arg(
-                metavar=metavar(field.name, hints[field.name], field.name in positional),
-                help_behavior_hint=default_hint(field),
-            ),
-        ]
-        fields.append(
-            (
-                field.name,
-                tyro.conf.Positional[kind] if field.name in positional else kind,
-                dataclasses.field(default=field.default, default_factory=field.default_factory),
-            )
-        )
-    described = dataclasses.make_dataclass(
-        options.__name__,
-        fields,
-        bases=(options,),
-        frozen=True,
-        namespace={"__doc__": options.__doc__},
-    )
+    refuse_unknown(command, arguments, option_names(options))
+    shown: Any = described(options, positional)
     parsed = tyro.cli(
-        described,
+        shown,
         prog=f"regard {command}",
         args=arguments,
         description=options.__doc__,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
-    values = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(parsed)}
+    return typing.cast(Options, rebuilt(options, parsed))
+
+
+def described(options: type[Any], positional: tuple[str, ...] = ()) -> type[Any]:
+    """A subclass of `options` whose fields tell the parser how help shows them."""
+    hints = typing.get_type_hints(options)
+    fields: list[Any] = []
+    by_place: Any = tyro.conf.Positional
+    for field in dataclasses.fields(options):
+        hint = hints[field.name]
+        default = dataclasses.field(default=field.default, default_factory=field.default_factory)
+        if dataclasses.is_dataclass(hint):
+            inner = described(typing.cast(Any, hint))
+            kind: Any = Annotated[inner, tyro.conf.arg(name="")]
+            default = dataclasses.field(default_factory=inner)
+        else:
+            word = metavar(field.name, hint, field.name in positional)
+            shown = tyro.conf.arg(metavar=word, help_behavior_hint=default_hint(field))
+            kind = Annotated[hint, shown]
+        if field.name in positional:
+            kind = by_place[kind]
+        fields.append((field.name, kind, default))
+    namespace = {"__doc__": options.__doc__}
+    return dataclasses.make_dataclass(
+        options.__name__, fields, bases=(options,), frozen=True, namespace=namespace
+    )
+
+
+def rebuilt(options: Any, parsed: Any) -> Any:
+    """What was parsed as an instance of `options` itself, nested ones too."""
+    hints = typing.get_type_hints(options)
+    values = {}
+    for field in dataclasses.fields(options):
+        value = getattr(parsed, field.name)
+        inner = hints[field.name]
+        values[field.name] = rebuilt(inner, value) if dataclasses.is_dataclass(inner) else value
     return options(**values)
+
+
+def option_names(options: type[Any]) -> list[str]:
+    """The names of all fields, those of nested dataclasses in place of them."""
+    hints = typing.get_type_hints(options)
+    names = []
+    for field in dataclasses.fields(options):
+        inner = hints[field.name]
+        names += (
+            option_names(typing.cast(Any, inner))
+            if dataclasses.is_dataclass(inner)
+            else [field.name]
+        )
+    return names
 
 
 def refuse_unknown(command: str, arguments: list[str], names: Iterable[str]) -> None:

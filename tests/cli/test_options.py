@@ -11,6 +11,12 @@ from regard.options import parse
 
 
 @dataclass(frozen=True)
+class Nested:
+    heads: int | None = None
+    """How many heads."""
+
+
+@dataclass(frozen=True)
 class Options:
     """What it does."""
 
@@ -28,15 +34,18 @@ class Options:
     """Where to write."""
     more: dict[str, int | float | str] = field(default_factory=dict)
     """Further options."""
+    facts: Nested = field(default_factory=Nested)
 
 
 def test_values_arrive_with_their_types():
-    line = "digits --lr 0.5 --size 3 4 --resume --fit crop --out a/b --more qk rms depth 3".split()
+    line = "digits --lr 0.5 --size 3 4 --resume --fit crop --out a/b --heads 2".split()
+    line += "--more qk rms depth 3".split()
     got = parse(Options, "train", line, ("data",))
     assert got == Options(
-        "digits", 0.5, (3, 4), True, "crop", Path("a/b"), {"qk": "rms", "depth": 3}
+        "digits", 0.5, (3, 4), True, "crop", Path("a/b"), {"qk": "rms", "depth": 3}, Nested(2)
     )
     assert type(got) is Options
+    assert type(got.facts) is Nested
     assert parse(Options, "train", ["digits"], ("data",)) == Options("digits")
 
 
@@ -46,7 +55,7 @@ def test_help_is_the_docstrings(capsys):
     assert stop.value.code == 0
     text = capsys.readouterr().out
     for word in ("What it does.", "DATA", "Learning rate. (default: 0.001)", "--size INT INT",
-                 "{crop,stretch}", "--out PATH"):  # fmt: skip
+                 "{crop,stretch}", "--out PATH", "--heads INT", "How many heads."):  # fmt: skip
         assert word in text
     assert "None" not in text
     assert "--no-resume" not in text
