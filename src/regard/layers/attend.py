@@ -16,7 +16,12 @@ from regard.layers.attend_choice import (
     check_kernel,
     choose,
 )
-from regard.layers.attend_function import KernelAttention, NativeAttention, native
+from regard.layers.attend_function import (
+    EagerKernelAttention,
+    KernelAttention,
+    NativeAttention,
+    native,
+)
 from regard.layers.attend_kernels import plain
 
 # Told of every choice while `explain` listens.
@@ -69,19 +74,18 @@ def attend(
         return scaled_dot_product_attention(*autocast(q, k, v), scale=scale)
     if has_torch_function((q, k, v)):
         # A mode that watches attention (regard.record) sees this call as one.
-        options = {"scale": scale, "score_dtype": score_dtype, "kernel": kernel}
-        return handle_torch_function(attend, (q, k, v), q, k, v, **options)
+        return handle_torch_function(
+            attend, (q, k, v), q, k, v, scale=scale, score_dtype=score_dtype, kernel=kernel
+        )
     check_operands(q, k, v)
     check_kernel(kernel)
     q, k, v = autocast(q, k, v)
     check_dtypes(q, k, v, score_dtype)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     leading = leading_shape(q, k, v)
-    q, k, v = (
-        four_dimensions(q, leading),
-        four_dimensions(k, leading),
-        four_dimensions(v, leading),
-    )
+    q = four_dimensions(q, leading)
+    k = four_dimensions(k, leading)
+    v = four_dimensions(v, leading)
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     problem = describe(q, k, v, score_dtype, grad)
     choice = choose(problem, kernel)
@@ -99,15 +103,20 @@ def run(kernel: str, q: Tensor, k: Tensor, v: Tensor, scale: float, problem: Pro
     """One kernel on operands of four dimensions."""
     if kernel == "plain":
         return plain(q, k, v, scale, problem.rounded)
+    compiling = torch.compiler.is_compiling()
+    transformed = compiling or torch._C._are_functorch_transforms_active()
     if kernel == "sdpa" and problem.device != "cpu":
-        twice = problem.grad and not torch.compiler.is_compiling()
-        if twice and not torch._C._are_functorch_transforms_active():
+        if problem.grad and not transformed:
             return NativeAttention.apply(q, k, v, scale)
         return native(q, k, v, scale)
-    budget = block_bytes(problem.device)
     if problem.device == "mps":
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    return KernelAttention.apply(q, k, v, scale, kernel, problem.rounded, budget, problem.grad)[0]
+    rest = scale, kernel, problem.rounded, block_bytes(problem.device), problem.grad
+    if transformed:
+        return KernelAttention.apply(q, k, v, *rest)[0]
+    if problem.grad:
+        return EagerKernelAttention.apply(q, k, v, *rest)[0]
+    return KernelAttention.forward(q, k, v, *rest)[0]
 
 
 def describe(q: Tensor, k: Tensor, v: Tensor, score_dtype: torch.dtype, grad: bool) -> Problem:

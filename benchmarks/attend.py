@@ -1,0 +1,234 @@
+"""`regard.attend` beside torch's plain attention and its fused one.
+
+Each cell is one interleaved run, medians. Errors are against float64 at logit standard deviation
+3, in training those of the gradients too. A peer counts where its error is at most 1.5 times ours.
+`--kernels` times our kernels one by one instead: the table that the rule of the choice is made of.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks import common
+from regard import attend
+
+# batch, heads, tokens, width of a head
+CELLS = {
+    "1,1,4096,512": (1, 1, 4096, 512),
+    "1,1,1024,512": (1, 1, 1024, 512),
+    "4,1,256,512": (4, 1, 256, 512),
+    "8,8,1024,32": (8, 8, 1024, 32),
+    "4,8,1024,32": (4, 8, 1024, 32),
+    "8,4,1024,64": (8, 4, 1024, 64),
+    "4,4,1024,64": (4, 4, 1024, 64),
+    "8,4,256,64": (8, 4, 256, 64),
+    "2,6,576,64": (2, 6, 576, 64),
+    "8,6,196,64": (8, 6, 196, 64),
+    "32,3,64,64": (32, 3, 64, 64),
+    "1,1,16384,512": (1, 1, 16384, 512),
+}
+PEERS = ("torch plain", "torch SDPA")
+OURS = ("regard", "regard, rounded scores")
+
+
+def torch_plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def functions(dtype: torch.dtype, kernels: bool) -> dict[str, Any]:
+    """Everything that is timed, by name."""
+    if kernels:
+        return {
+            name: lambda q, k, v, name=name: attend(q, k, v, kernel=name)
+            for name in ("plain", "sdpa", "blocked")
+        }
+    found = {"regard": attend}
+    if dtype != torch.float32:
+        found["regard, rounded scores"] = lambda q, k, v: attend(q, k, v, score_dtype=q.dtype)
+    return found | {"torch plain": torch_plain, "torch SDPA": scaled_dot_product_attention}
+
+
+def operands(
+    shape: tuple[int, ...], dtype: torch.dtype, device: str, training: bool, std: float = 1.0
+) -> list[Tensor]:
+    """q, k, v and a gradient; `std` is that of the logits."""
+    q, k, v, grad = (torch.randn(shape, device=device) for _ in range(4))
+    made = [(q * std).to(dtype), k.to(dtype), v.to(dtype)]
+    return [*(x.requires_grad_(training) for x in made), grad.to(dtype)]
+
+
+def call_of(function: Any, inputs: list[Tensor], training: bool) -> common.Call:
+    q, k, v, grad = inputs
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return function(q, k, v)
+
+    def both() -> tuple[Tensor, ...]:
+        out = function(q, k, v)
+        return (out, *torch.autograd.grad(out, (q, k, v), grad))
+
+    return both if training else forward
+
+
+def candidate(
+    cell: str, name: str, dtype: str, training: bool, device: str, kernels: bool = False
+) -> common.Call:
+    """One call, for the memory process."""
+    kind = common.DTYPES[dtype]
+    inputs = operands(CELLS[cell], kind, device, training)
+    return call_of(functions(kind, kernels)[name], inputs, training)
+
+
+def errors(
+    cell: str, dtype: torch.dtype, training: bool, device: str, kernels: bool
+) -> dict[str, float]:
+    """Relative errors at logit standard deviation 3, on one head of at most 1024 tokens."""
+    _, _, n, d = CELLS[cell]
+    inputs = operands((1, 1, min(n, 1024), d), dtype, device, training, std=3.0)
+    exact = [x.detach().double().requires_grad_(training) for x in inputs]
+    reference = call_of(torch_plain, exact, training)()
+    found = functions(dtype, kernels)
+    return {
+        name: common.relative_error(call_of(function, inputs, training)(), reference)
+        for name, function in found.items()
+    }
+
+
+def reckoned(function: Any, cell: str, dtype: torch.dtype, training: bool, device: str) -> float:
+    """Seconds that a cell will take, from a problem of at most 2²⁶ scores times width."""
+    b, g, n, d = CELLS[cell]
+    short = min(n, max(16, int((2**24 / d) ** 0.5)))
+    inputs = operands((1, 1, short, d), dtype, device, training)
+    call = call_of(function, inputs, training)
+    seconds = min(common.once(call, device), common.once(call, device))
+    return seconds * b * g * (n / short) ** 2
+
+
+def measure(options: Any, cell: str, dtype: str, training: bool) -> dict[str, Any]:
+    """One row: seconds and errors of every candidate, and the GEMM limit."""
+    kind = common.DTYPES[dtype]
+    inputs = operands(CELLS[cell], kind, options.device, training)
+    calls = {
+        name: call_of(function, inputs, training)
+        for name, function in functions(kind, options.kernels).items()
+        if reckoned(function, cell, kind, training, options.device) < options.limit
+    }
+    b, g, n, d = CELLS[cell]
+    return {
+        "error": errors(cell, kind, training, options.device, options.kernels),
+        "seconds": common.interleaved(calls, options.seconds, options.device),
+        "gflop": 4e-9 * b * g * n * n * d * (3.5 if training else 1),
+        "gemm": common.gemm_limit(kind, options.device),
+    }
+
+
+def key(cell: str, dtype: str, training: bool) -> str:
+    return f"{cell} {dtype} {'training' if training else 'forward'}"
+
+
+def best_peer(row: dict[str, Any]) -> float | None:
+    """Seconds of the fastest peer that counts; None where none was timed."""
+    bound = 1.5 * row["error"]["regard"]
+    times = [
+        row["seconds"][name]
+        for name in PEERS
+        if name in row["seconds"] and row["error"][name] <= bound
+    ]
+    return min(times, default=None)
+
+
+def report(results: dict[str, Any]) -> str:
+    """The table, and the geometric means under it."""
+    names = [*OURS, *PEERS]
+    header = ["batch, heads, tokens, width", *names, "over best peer", "over SDPA", "of GEMM limit"]
+    parts = []
+    for dtype in common.DTYPES:
+        for mode in common.PASSES:
+            body, best, over, rounded = [], [], [], []
+            for cell in CELLS:
+                row = results["rows"].get(f"{cell} {dtype} {mode}")
+                if row is None:
+                    continue
+                seconds, error = row["seconds"], row["error"]
+                mine, peer, sdpa = seconds["regard"], best_peer(row), seconds.get("torch SDPA")
+                best += [peer / mine] if peer else []
+                over += [sdpa / mine] if sdpa else []
+                if sdpa and "regard, rounded scores" in seconds:
+                    rounded.append(sdpa / seconds["regard, rounded scores"])
+                body.append(
+                    [cell]
+                    + [
+                        f"{common.milliseconds(seconds.get(n))} ({error[n]:.0e})"
+                        if n in error
+                        else "—"
+                        for n in names
+                    ]
+                    + [f"{peer / mine:.2f}" if peer else "—", f"{sdpa / mine:.2f}" if sdpa else "—"]
+                    + [f"{row['gflop'] / mine / row['gemm']:.0%}"]
+                )
+            if body:
+                means = f"Geometric means: {common.geometric_mean(best):.2f} over the best peer, "
+                means += f"{common.geometric_mean(over):.2f} over SDPA"
+                if rounded:
+                    means += f", rounded scores {common.geometric_mean(rounded):.2f} over SDPA"
+                title = f"{dtype}, {mode}: milliseconds (error)"
+                parts += [title, common.table(header, body), means + "."]
+    return "\n\n".join(parts)
+
+
+def kernel_report(results: dict[str, Any]) -> str:
+    names = ("plain", "sdpa", "blocked")
+    body = [
+        [
+            k,
+            *(common.milliseconds(row["seconds"].get(n)) for n in names),
+            min(row["seconds"], key=row["seconds"].get),
+        ]
+        for k, row in sorted(results["rows"].items())
+    ]
+    return common.table(["cell", *names, "fastest"], body)
+
+
+def picture(results: dict[str, Any], device: str) -> None:
+    for dtype in ("float32", "bfloat16"):
+        groups: dict[str, dict[str, float]] = {}
+        for cell in CELLS:
+            for mode in common.PASSES:
+                row = results["rows"].get(f"{cell} {dtype} {mode}")
+                peer = best_peer(row) if row else None
+                if row and peer:
+                    groups.setdefault(cell, {})[mode] = peer / row["seconds"]["regard"]
+        if groups:
+            path = common.RESULTS.parents[1] / "docs" / f"attend-{device}-{dtype}.png"
+            title = f"attend, {dtype} (batch, heads, tokens, width)"
+            common.bars(
+                path, title, groups, {"forward": "forward", "training": "forward + backward"}
+            )
+
+
+def main() -> None:
+    options = common.parser(__doc__)
+    options.add_argument("--kernels", action="store_true", help="time our kernels one by one")
+    given = options.parse_args()
+    common.prepare(given)
+    name = "attend-kernels" if given.kernels else "attend"
+    for cell in [] if given.table else given.cells or list(CELLS):
+        for dtype in given.dtype:
+            for mode in given.passes:
+                training = mode == "training"
+                row = measure(given, cell, dtype, training)
+                common.store(name, given.device, {key(cell, dtype, training): row})
+                shown = " ".join(f"{n} {s * 1e3:.2f}" for n, s in row["seconds"].items())
+                print(key(cell, dtype, training), shown, flush=True)
+    results = common.stored(name, given.device)
+    print(kernel_report(results) if given.kernels else report(results))
+    if not given.kernels:
+        picture(results, given.device)
+
+
+if __name__ == "__main__":
+    main()

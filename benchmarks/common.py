@@ -1,0 +1,187 @@
+"""What the benchmarks share: interleaved timing, errors, peak memory, stored results."""
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], Any]
+RESULTS = Path(__file__).parent / "results"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PASSES = ("forward", "training")
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options that all benchmarks have."""
+    options = argparse.ArgumentParser(description=doc)
+    options.add_argument("--device", default="cpu")
+    options.add_argument("--threads", type=int, default=2)
+    options.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"], choices=DTYPES)
+    options.add_argument("--passes", nargs="+", default=list(PASSES), choices=PASSES)
+    options.add_argument("--cells", nargs="+", help="run only these cells, as the table names them")
+    options.add_argument("--seconds", type=float, default=4.0, help="of timing for each cell")
+    options.add_argument(
+        "--limit", type=float, default=15.0, help="leave out what is reckoned to take longer (s)"
+    )
+    options.add_argument("--memory", action="store_true", help="measure peak memory instead")
+    options.add_argument("--table", action="store_true", help="print what is stored, run nothing")
+    return options
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Threads, and the settings under which the figures are taken."""
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+
+
+def sync(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def once(call: Call, device: str) -> float:
+    """Seconds of one call."""
+    sync(device)
+    start = time.perf_counter()
+    call()
+    sync(device)
+    return time.perf_counter() - start
+
+
+def interleaved(calls: dict[str, Call], seconds: float, device: str) -> dict[str, float]:
+    """Median seconds of each call, all taken in turn so that a busy moment hits them alike.
+
+    A call whose warm-up alone takes the whole time allowed is not run again.
+    """
+    first = {name: once(call, device) for name, call in calls.items()}
+    again = {name: call for name, call in calls.items() if first[name] < seconds}
+    warm = {name: once(call, device) for name, call in again.items()}
+    rounds = max(5, min(60, int(seconds / max(sum(warm.values()), 1e-9))))
+    times: dict[str, list[float]] = {name: [] for name in again}
+    names = list(again)
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            times[name].append(once(again[name], device))
+    return {
+        name: statistics.median(times[name]) if name in times else first[name] for name in calls
+    }
+
+
+def relative_error(got: Any, reference: Any) -> float:
+    """‖got - reference‖ / ‖reference‖, the largest over the tensors given."""
+    if isinstance(got, Tensor):
+        got, reference = [got], [reference]
+    worst = 0.0
+    for x, y in zip(got, reference, strict=True):
+        y = y.double()
+        worst = max(worst, ((x.double() - y).norm() / y.norm()).item())
+    return worst
+
+
+def gemm_limit(dtype: torch.dtype, device: str) -> float:
+    """GFLOP/s of one large matrix product, best of five, in the dtype that is fastest here."""
+    side = 1536 if device == "cpu" else 8192
+    if device == "cpu" and dtype != torch.float32:
+        from regard.layers.attend_choice import BF16_PRODUCTS
+
+        dtype = dtype if BF16_PRODUCTS and dtype == torch.bfloat16 else torch.float32
+    a = torch.randn(side, side, device=device).to(dtype)
+    return 2e-9 * side**3 / min(once(lambda: a @ a, device) for _ in range(6))
+
+
+def peak_memory(module: str, spec: dict[str, Any]) -> int:
+    """Peak bytes beyond inputs of `module.candidate(**spec)()`, in a process of its own."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    command = [sys.executable, "-m", "benchmarks.memory", module, json.dumps(spec)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{module} {spec}: {done.stderr[-2000:]}")
+    return int(done.stdout.split()[-1])
+
+
+def machine(device: str) -> str:
+    """The machine in words that name what matters to the figures."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name()
+    from regard.layers.attend_choice import BF16_PRODUCTS
+
+    has = "with" if BF16_PRODUCTS else "no"
+    return (
+        f"{platform.machine()} CPU, {torch.backends.cpu.get_cpu_capability()}, {has} bfloat16 "
+        f"instructions, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    )
+
+
+def store(name: str, device: str, rows: dict[str, Any]) -> None:
+    """Add rows to the stored results, replacing those of the same key."""
+    path = RESULTS / f"{name}-{device.split(':')[0]}.json"
+    RESULTS.mkdir(exist_ok=True)
+    old = json.loads(path.read_text()) if path.exists() else {"rows": {}}
+    old["machine"] = machine(device)
+    old["rows"] |= rows
+    path.write_text(json.dumps(old, indent=1, sort_keys=True) + "\n")
+
+
+def stored(name: str, device: str) -> dict[str, Any]:
+    path = RESULTS / f"{name}-{device.split(':')[0]}.json"
+    if not path.exists():
+        raise SystemExit(f"no results stored in {path}; run without --table first")
+    return json.loads(path.read_text())
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(statistics.fmean(math.log(x) for x in values)) if values else math.nan
+
+
+def milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "—"
+    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def bars(
+    path: Path, title: str, groups: dict[str, dict[str, float]], legend: dict[str, str]
+) -> None:
+    """Horizontal bars of speed over a peer, one group a cell, one colour a series."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(legend)
+    height = 0.8 / len(names)
+    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.42 * len(groups)), layout="constrained")
+    for place, name in enumerate(names):
+        at = [i + (place - (len(names) - 1) / 2) * height for i in range(len(groups))]
+        values = [group.get(name, math.nan) for group in groups.values()]
+        drawn = axes.barh(at, values, height, label=legend[name])
+        axes.bar_label(drawn, [f"{x:.3g}" if x == x else "" for x in values], padding=2, fontsize=7)
+    axes.set_yticks(range(len(groups)), list(groups), fontsize=8)
+    axes.invert_yaxis()
+    axes.axvline(1, color="black", linewidth=0.8)
+    finite = [x for group in groups.values() for x in group.values() if x == x]
+    if finite and max(finite) > 8:
+        axes.set_xscale("log")
+    axes.set_xlabel("times as fast as the best peer that counts")
+    axes.set_title(title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False, loc="best")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
