@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,25 +49,31 @@ class Call:
         if self.weights is not None:
             b, g, n, m = self.weights.shape
             return b, g, n, m
-        assert self.q is not None and self.k is not None
-        b, g, n, _ = self.q.shape
-        return b, g, n, self.k.shape[2]
+        q, k = self._queries_keys()
+        b, g, n, _ = q.shape
+        return b, g, n, k.shape[2]
+
+    def _queries_keys(self) -> tuple[Tensor, Tensor]:
+        assert self.q is not None, "a call has queries and keys, or weights"
+        assert self.k is not None
+        return self.q, self.k
 
     def without_graph(self) -> "Call":
         """The same on detached tensors; `out` keeps its graph."""
         names = ("v", "q", "k", "mask", "logits", "weights")
-        values = {name: getattr(self, name) for name in names}
-        return replace(self, **{k: None if t is None else t.detach() for k, t in values.items()})
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        values = {name: None if t is None else t.detach() for name, t in values.items()}
+        return replace(self, **values)
 
     def first(self, images: int) -> "Call":
         """The same call for the first `images` of the batch."""
         mask = self.mask
         if mask is not None and mask.ndim == 4 and mask.shape[0] > 1:
             mask = mask[:images]
-        cut = {name: getattr(self, name) for name in ("v", "q", "k", "logits", "weights")}
-        return replace(
-            self, mask=mask, **{k: None if t is None else t[:images] for k, t in cut.items()}
-        )
+        names = ("v", "q", "k", "logits", "weights")
+        cut: dict[str, Any] = {name: getattr(self, name) for name in names}
+        cut = {name: None if t is None else t[:images] for name, t in cut.items()}
+        return replace(self, mask=mask, **cut)
 
     def rows(self, index: Tensor) -> Tensor:
         """Weights (b, g, len(index), m) of the chosen queries, float32 or wider."""
@@ -98,8 +104,8 @@ class Call:
 
     def _logits(self, images: slice, heads: slice, rows: slice | Tensor) -> Tensor:
         """scale · q kᵀ + mask for a part; a masked place gets a large negative number."""
-        assert self.q is not None and self.k is not None
-        q, k = wide(self.q[images, heads][:, :, rows]), wide(self.k[images, heads])
+        q, k = self._queries_keys()
+        q, k = wide(q[images, heads][:, :, rows]), wide(k[images, heads])
         logits = torch.matmul(q, k.mT).mul_(self.scale)  # b g n d, b g m d -> b g n m
         if self.mask is not None:
             b, g, n, m = self.shape

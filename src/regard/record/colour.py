@@ -5,16 +5,15 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-# Lightness, and place on the red-green and blue-yellow axes, in OKLab: from a dark blue through
-# a grey to a light yellow. Every dichromat sees lightness, and all but a few in ten thousand
-# the blue-yellow axis.
-ANCHORS = np.array(
+# Control points of a cubic Bézier curve in OKLab (lightness, red-green, blue-yellow): from a
+# near-black violet through blue and teal to a light yellow. Lightness rises all the way, which
+# every reader sees, and blue turns to yellow, which all but very few do.
+CONTROL = np.array(
     [
-        [0.16, 0.005, -0.085],
-        [0.36, -0.005, -0.110],
-        [0.58, 0.005, -0.015],
-        [0.78, 0.002, 0.105],
-        [0.95, -0.035, 0.145],
+        [0.15, 0.020, -0.080],
+        [0.42, 0.060, -0.220],
+        [0.66, -0.210, 0.030],
+        [0.94, -0.052, 0.150],
     ]
 )
 
@@ -38,9 +37,11 @@ TO_RGB = np.array(
 @functools.cache
 def scale() -> NDArray[np.uint8]:
     """256 sRGB colours (256, 3), dark to light, at equal steps of OKLab distance."""
-    along = np.linspace(0, 1, 4096)
-    knots = np.linspace(0, 1, len(ANCHORS))
-    path = np.stack([np.interp(along, knots, axis) for axis in ANCHORS.T], axis=1)
+    t = np.linspace(0, 1, 4096)[:, None]
+    bernstein = np.concatenate(
+        [(1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3], axis=1
+    )
+    path = bernstein @ CONTROL
     steps = np.linalg.norm(np.diff(path, axis=0), axis=1)
     length = np.concatenate([[0], np.cumsum(steps)])
     wanted = np.linspace(0, length[-1], 256)

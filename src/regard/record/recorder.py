@@ -222,7 +222,8 @@ class _Recorder:
         unread = [
             name
             for name in watch.attention_like
-            if not any(m == name or m.startswith(f"{name}.") for m in read)
+            if not (read and name == model)
+            and not any(m == name or m.startswith(f"{name}.") for m in read)
             and not any(name.startswith(f"{m}.") for m in read)
         ]
         if not self.modules:

@@ -1,7 +1,7 @@
 """Which tokens are places of a grid, and which are extra (class, registers)."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -14,7 +14,8 @@ MOST_EXTRA = 16
 EXTRA_LAST = ("vit_pytorch.simple_vit_with_register_tokens",)
 
 
-class Tokens(NamedTuple):
+@dataclass(frozen=True)
+class Tokens:
     """The layout of a token sequence: leading extra tokens, a row-major grid, trailing ones."""
 
     count: int

@@ -77,14 +77,13 @@ class Watch(TorchFunctionMode):
         if name is None or in_backward():
             return
         first = next((a for a in args if isinstance(a, Tensor)), None)
-        is_map = first is not None and first.ndim == 4
+        given_map = first if first is not None and first.ndim == 4 else None
         if not self._stack:
             self.called = True
             self._seen.clear()
-            self._images = first if is_map else None
+            self._images = given_map
             self._batch = None if first is None else first.shape[0]
-        inside = is_map and first is not self._images
-        self._stack.append((name, map_size(first) if inside else None))
+        self._stack.append((name, None if given_map is None else map_size(given_map)))
         if re.search("attention|attn", type(module).__name__, re.IGNORECASE):
             self.attention_like[name] = module
 

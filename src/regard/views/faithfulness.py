@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import InputError
+from regard.record import class_relevance
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,22 @@ def curves(
         insertion.append(_probability(model, images.masked_fill(~first, 0), classes))
     share = torch.linspace(0, 1, steps + 1)
     return Curves(share, torch.stack(deletion).cpu(), torch.stack(insertion).cpu())
+
+
+def measure(model: nn.Module, images: Tensor) -> dict[str, dict[str, float]]:
+    """Areas under deletion (lower is better) and insertion (higher), mean over images (b, c, h, w).
+
+    For the relevance of each image's likeliest class ("relevance"), and for "random" places and
+    the "centre".
+    """
+    images = images.to(next(model.parameters(), images).device)
+    found = class_relevance(model, images)
+    maps = found.maps.float().cpu()
+    result = {}
+    for name, candidate in {"relevance": maps, **baselines(maps)}.items():
+        areas = curves(model, images, candidate, found.classes)
+        result[name] = {"deletion": areas.deletion_area, "insertion": areas.insertion_area}
+    return result
 
 
 def _probability(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:

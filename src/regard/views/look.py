@@ -1,0 +1,180 @@
+"""`regard look`: pictures and a page of what a trained model attends to."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regard.errors import InputError
+from regard.files import write_text
+from regard.images import Preprocess, decode
+from regard.runs.folder import RunFolder
+from regard.views.faithfulness import measure
+from regard.views.look_data import Look, Picture, look_at
+from regard.views.look_page import VIEWS, look_page
+from regard.views.look_pictures import write_pictures
+from regard.views.maps import cell_at
+from regard.views.page import Html, page, picture, tag
+
+
+@dataclass(frozen=True)
+class LookOptions:
+    """See what a trained model attends to in pictures: PNGs and a page to point at."""
+
+    run: Path
+    """The run folder."""
+    images: tuple[Path, ...]
+    """Picture files."""
+    out: Path | None = None
+    """The folder for what is written; look/ in the run folder if not given."""
+    class_name: str | None = None
+    """Show the relevance for this class."""
+    at: tuple[float, float] | None = None
+    """Look from this place: X,Y in pixels of the original picture."""
+    layer: str | None = None
+    """The layer shown first, by number from 1 or by name; the last if not given."""
+    head: int | None = None
+    """The head shown first, from 1; the mean over heads if not given."""
+    faithfulness: bool = False
+    """Measure by deletion and insertion how well relevance points at what the model uses."""
+    device: str = "auto"
+    """Where to compute: auto, cpu, cuda or mps."""
+
+
+@dataclass(frozen=True)
+class LookResult:
+    """What was written: the page to open first, the pictures, and the measurement if asked for."""
+
+    page: Path
+    pictures: tuple[Path, ...]
+    faithfulness: dict[str, dict[str, float]] | None = None
+
+
+def look(options: LookOptions) -> LookResult:
+    """Write, for each picture, `NAME.png` (original beside overlay), `NAME-heads.png` (all layers
+    and heads) and a page; one picture's page is `look.html`, several get `look.html` as index.
+    """
+    if not options.images:
+        raise InputError("no pictures came; give one picture file or more")
+    folder = RunFolder.open(options.run)
+    config = folder.config()
+    model = folder.load_model(device_named(options.device))
+    pictures = [read_picture(path, config.preprocess) for path in options.images]
+    out = options.out or folder.path / "look"
+    out.mkdir(parents=True, exist_ok=True)
+    wanted = [] if options.class_name is None else [options.class_name]
+    looks = [look_at(model, one, config.classes, wanted=wanted) for one in pictures]
+    names = distinct(path.stem for path in options.images)
+    written: list[Path] = []
+    for name, found in zip(names, looks, strict=True):
+        start = opening(options, found)
+        page_file = out / ("look.html" if len(looks) == 1 else f"{name}.html")
+        write_text(page_file, look_page(found, **start))
+        written += write_pictures(out, name, found, start)
+    if len(looks) > 1:
+        write_text(out / "look.html", index(names, looks))
+    inputs = torch.stack([one.input for one in pictures])
+    measured = measure(model, inputs) if options.faithfulness else None
+    return LookResult(out / "look.html", tuple(written), measured)
+
+
+def device_named(name: str) -> torch.device:
+    """The device of that name; "auto" takes an accelerator where there is one."""
+    if name != "auto":
+        return torch.device(name)
+    if torch.accelerator.is_available():
+        found = torch.accelerator.current_accelerator()
+        assert found is not None
+        return found
+    return torch.device("cpu")
+
+
+def read_picture(path: Path, preprocess: Preprocess) -> Picture:
+    """A picture file as the model sees it, and as it is."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}); give a picture file") from None
+    original = decode(raw, preprocess.channels, str(path))
+    geometry = preprocess.geometry(*original.shape[-2:])
+    return Picture(path.name, original, preprocess(original), geometry)
+
+
+def opening(options: LookOptions, found: Look) -> dict[str, Any]:
+    """The view a page opens on, from the options; what is not there is refused."""
+    layer = layer_index(options.layer, found)
+    maps = found.layers[layer]
+    head = None
+    if options.head is not None:
+        if not 1 <= options.head <= len(maps.weights):
+            raise InputError(
+                f"head {options.head} is not there: {maps.name} has heads 1 to {len(maps.weights)}"
+            )
+        head = options.head - 1
+    at = (0.5, 0.5)
+    if options.at is not None:
+        x, y = options.at
+        size = (found.picture.input.shape[-2], found.picture.input.shape[-1])
+        row, column = cell_at((y, x), found.picture.geometry, size, maps.grid)
+        at = ((row + 0.5) / maps.grid[0], (column + 0.5) / maps.grid[1])
+    view = VIEWS[0]
+    if options.class_name is not None:
+        if not found.relevance:
+            raise InputError(f"there is no relevance for a class: {found.without}")
+        view = "relevance"
+    return {"view": view, "layer": layer, "head": head, "at": at}
+
+
+def layer_index(wanted: str | None, found: Look) -> int:
+    """The position of a layer given by its number from 1, or by its name."""
+    names = [maps.name for maps in found.layers]
+    if wanted is None:
+        return len(names) - 1
+    if wanted in names:
+        return names.index(wanted)
+    if wanted.isdecimal() and 1 <= int(wanted) <= len(names):
+        return int(wanted) - 1
+    raise InputError(
+        f"there is no layer {wanted!r}; give 1 to {len(names)}, or one of {', '.join(names)}"
+    )
+
+
+def index(names: list[str], looks: list[Look]) -> str:
+    """A page of links, each with its picture and prediction."""
+    entries = []
+    for name, found in zip(names, looks, strict=True):
+        best, chance = found.chances[0]
+        size = [max(1, round(side * min(1, 160 / max(found.picture.original.shape[-2:])))) for side
+                in found.picture.original.shape[-2:]]  # fmt: skip
+        small = torch.nn.functional.interpolate(
+            found.picture.original[None].float(), size=size, mode="bilinear", antialias=True
+        )
+        thumb = picture(small[0].round().clamp(0, 255).to(torch.uint8), found.picture.name)
+        words = tag("span", found.picture.name, Html("<br>"), f"{best}, {chance:.1%}")
+        entries.append(tag("a", thumb, words, href=link(f"{name}.html")))
+    return page(
+        "What the model attends to",
+        tag("h1", "What the model attends to"),
+        tag("div", *entries, class_="pictures"),
+    )
+
+
+def link(name: str) -> str:
+    """A file name as a relative address."""
+    from urllib.parse import quote
+
+    return quote(name)
+
+
+def distinct(stems: Iterable[str]) -> list[str]:
+    """File stems made distinct: a second cat is cat-2; `look` is the index's own."""
+    taken, result = {"look"}, []
+    for stem in stems:
+        name, number = stem, 2
+        while name in taken:
+            name, number = f"{stem}-{number}", number + 1
+        taken.add(name)
+        result.append(name)
+    return result
