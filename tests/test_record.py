@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from regard import InputError, PixelAttention, SimpleViT, attend
-from regard.record import attention_health, record
+from regard.record import attention_health, class_relevance, record
 from regard.record.calls import Call
 from tests.reference.handmade import Handmade, known_weights, left_neighbour, own_row, top_right
 
@@ -37,7 +37,7 @@ class Projected(nn.Module):
         self.soft = nn.Softmax(dim=-1)
 
     def parts(self, x):
-        b, n, c = x.shape
+        b, n, _ = x.shape
         return self.qkv(x).view(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
 
     def forward(self, x):
@@ -152,12 +152,53 @@ def test_the_fast_path_of_an_encoder_is_kept_and_read():
         torch.testing.assert_close(fast[name].weights, slow[name].weights, atol=1e-6, rtol=1e-5)
 
 
+class Classifier(nn.Module):
+    """Patches, one attention with its residual, mean, logits."""
+
+    def __init__(self, attention):
+        super().__init__()
+        torch.manual_seed(1)
+        self.patch_size = 2
+        self.embed = nn.Conv2d(3, 8, 2, 2)
+        self.attention = attention
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, images):
+        x = self.embed(images).flatten(2).transpose(1, 2)
+        if isinstance(self.attention, nn.MultiheadAttention):
+            return self.head((x + self.attention(x, x, x, need_weights=False)[0]).mean(1))
+        return self.head((x + self.attention(x)).mean(1))
+
+
+class Written(nn.Module):
+    """What nn.MultiheadAttention computes, written out."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        packed = nn.functional.linear(x, self.module.in_proj_weight, self.module.in_proj_bias)
+        q, k, v = (t.unflatten(2, (2, 4)).transpose(1, 2) for t in packed.chunk(3, dim=2))
+        out = (q @ k.mT / 2).softmax(-1) @ v
+        return self.module.out_proj(out.transpose(1, 2).flatten(2))
+
+
+def test_relevance_through_multihead_attention_is_that_of_the_written_out_form():
+    module = multihead(batch_first=True).eval()
+    images = torch.randn(2, 3, 4, 6)
+    found = class_relevance(Classifier(module), images, 1)
+    written = class_relevance(Classifier(Written(module)), images, 1)
+    assert float(written.maps.max()) > 0
+    torch.testing.assert_close(found.logits, written.logits)
+    torch.testing.assert_close(found.maps, written.maps)
+
+
 def test_nothing_stays_on_the_model():
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), Projected("sdpa"))
     before = {n: sorted(m.__dict__) for n, m in model.named_modules()}
-    with pytest.raises(ZeroDivisionError), record(model):
-        model(torch.randn(1, 3, 8))
-        raise ZeroDivisionError
+    with pytest.raises(RuntimeError, match="shape"), record(model):
+        model(torch.randn(1, 3, 7))
     assert {n: sorted(m.__dict__) for n, m in model.named_modules()} == before
     assert not nn.modules.module._global_forward_hooks
     assert not nn.modules.module._global_forward_pre_hooks
@@ -271,7 +312,7 @@ def test_layers_by_name_pattern_and_position():
         names("7")
     with pytest.raises(InputError, match="4 attentions ran: give -4 to 3"):
         names(4)
-    with pytest.raises(InputError, match="layer '0.qkv' computed no attention that can be read"):
+    with pytest.raises(InputError, match=r"layer '0\.qkv' computed no attention that can be read"):
         names("0.qkv")
     with pytest.raises(InputError, match="layers is empty"):
         names([])
@@ -330,12 +371,12 @@ def test_chosen_queries_are_rows_of_all_weights():
     torch.testing.assert_close(one.mean, all_.mean[:, [7, 0]])
     assert torch.equal(one.received, all_.received)
     assert one.weights[0, 0, 0].argmax() == 6
-    with pytest.raises(InputError, match=r"query \(3, 0\) is outside the 3×5 grid of blocks.0"):
-        with record(model, queries=[(3, 0)]):
-            model(x)
-    with pytest.raises(InputError, match="query 15 is none of the 15 tokens"):
-        with record(model, queries=[15]):
-            model(x)
+    outside = r"query \(3, 0\) is outside the 3×5 grid of blocks.0"
+    with pytest.raises(InputError, match=outside), record(model, queries=[(3, 0)]):
+        model(x)
+    none = "query 15 is none of the 15 tokens"
+    with pytest.raises(InputError, match=none), record(model, queries=[15]):
+        model(x)
 
 
 @pytest.mark.parametrize("limit", [1, 200, 2000, 1 << 20])
@@ -387,9 +428,9 @@ def test_half_precision_weights_are_float32_softmaxes_of_the_half_operands():
 
 def test_unknown_kinds_and_kinds_not_kept_are_refused():
     model = Projected("sdpa")
-    with pytest.raises(InputError, match=r"keep='entropie' is unknown \(nearest: entropy\)"):
-        with record(model, keep="entropie"):
-            pass
+    unknown = r"keep='entropie' is unknown \(nearest: entropy\)"
+    with pytest.raises(InputError, match=unknown), record(model, keep="entropie"):
+        pass
     with record(model, keep="entropy") as seen:
         model(torch.randn(1, 5, 8))
     with pytest.raises(InputError, match=r"without 'weights' \(kept: entropy\)"):
