@@ -75,6 +75,19 @@ def decode(raw: bytes, channels: int, name: str = "picture") -> Tensor:
     return to_channels(torch.from_numpy(pixels).permute(2, 0, 1), channels)
 
 
+def from_pillow(image: Any, channels: int, name: str = "picture") -> Tensor:
+    """A PIL image to uint8 (c, h, w), as `decode` reads its file."""
+    check_channels(channels)
+    try:
+        _check_size(*image.size)
+        pixels = _pixels(image)
+    except UnreadableImage as error:
+        raise UnreadableImage(name, error.reason) from None
+    except Exception as error:
+        raise UnreadableImage(name, str(error) or type(error).__name__) from None
+    return to_channels(torch.from_numpy(pixels).permute(2, 0, 1), channels)
+
+
 def to_channels(picture: Tensor, channels: int) -> Tensor:
     """Grey to colour by repetition, colour to grey by ITU-R 601 luma; uint8 (c, h, w)."""
     check_channels(channels)
@@ -174,13 +187,18 @@ def _decode_jpeg(raw: bytes) -> np.ndarray | None:
 
 def _decode_pillow(raw: bytes) -> np.ndarray:
     """Any format Pillow knows, upright, as uint8 (h, w, 1) or (h, w, 3)."""
-    with _open(raw) as image, warnings.catch_warnings():
+    with _open(raw) as image:
+        return _pixels(image)
+
+
+def _pixels(image: Any) -> np.ndarray:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image.load()
         # After loading: PNG stores it behind the pixels, and TIFF is turned by Pillow itself.
         orientation = int(image.getexif().get(_ORIENTATION, 1))
         pixels = _eight_bit(image)
-    return np.ascontiguousarray(_upright(pixels, orientation))
+    return np.require(_upright(pixels, orientation), requirements=("C", "W"))
 
 
 def _eight_bit(image: Any) -> np.ndarray:

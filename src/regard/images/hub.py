@@ -52,8 +52,6 @@ def list_hub(name: str, channels: int | None) -> Listing:
     tables, notes = _load(name)
     features = tables[0][1].features
     picture, label = _columns(name, features)
-    from datasets import Image
-
     source_tables, labels, splits, sizes = [], [], [], []
     for title, table in tables:
         kind = table.features[label]
@@ -65,8 +63,7 @@ def list_hub(name: str, channels: int | None) -> Listing:
                     f"{name} has no label in row {row} of {title}; remove the row or label it"
                 )
             labels.append(names[value] if names is not None else str(value))
-        only = table.select_columns([picture]).cast_column(picture, Image(decode=False))
-        source_tables.append((title, only))
+        source_tables.append((title, _undecoded(table, picture)))
         splits += [ALIASES[title.lower()] if len(tables) > 1 else ""] * len(values)
         known = (table.info.splits or {}).get(title)
         sizes += [known.num_bytes if known is not None else 0] * len(values)
@@ -78,6 +75,21 @@ def list_hub(name: str, channels: int | None) -> Listing:
         sizes=sizes,
         notes=notes,
     )
+
+
+def hub_pictures(name: str, channels: int) -> tuple[HubSource, int]:
+    """Every picture of `hf:name`, labelled or not, and how many there are."""
+    tables, _ = _load(name)
+    column = _picture_column(name, tables[0][1].features)
+    source = HubSource([(t, _undecoded(table, column)) for t, table in tables], column, channels)
+    return source, sum(len(table) for _, table in tables)
+
+
+def _undecoded(table: Any, column: str) -> Any:
+    """The column of pictures alone, as stored bytes."""
+    from datasets import Image
+
+    return table.select_columns([column]).cast_column(column, Image(decode=False))
 
 
 def _load(name: str) -> tuple[list[tuple[str, Any]], tuple[str, ...]]:
@@ -119,19 +131,26 @@ def _load(name: str) -> tuple[list[tuple[str, Any]], tuple[str, ...]]:
 
 
 def _columns(name: str, features: Any) -> tuple[str, str]:
+    picture = _picture_column(name, features)
     kinds = {column: type(feature).__name__ for column, feature in features.items()}
-    pictures = [column for column, kind in kinds.items() if kind == "Image"]
     classes = [column for column, kind in kinds.items() if kind == "ClassLabel"]
     classes = classes or [column for column in ("label", "cls") if column in kinds]
-    listed = ", ".join(f"{column} ({kind})" for column, kind in kinds.items())
-    if len(pictures) != 1:
-        raise InputError(
-            f"hf:{name} has {len(pictures)} columns of pictures among {listed}; one is needed: "
-            "select it with datasets and save_to_disk"
-        )
     if len(classes) != 1:
+        listed = ", ".join(f"{column} ({kind})" for column, kind in kinds.items())
         raise InputError(
             f"hf:{name} has {len(classes)} columns of labels among {listed}; one ClassLabel, or "
             "one named label, is needed: rename it with datasets and save_to_disk"
         )
-    return pictures[0], classes[0]
+    return picture, classes[0]
+
+
+def _picture_column(name: str, features: Any) -> str:
+    kinds = {column: type(feature).__name__ for column, feature in features.items()}
+    pictures = [column for column, kind in kinds.items() if kind == "Image"]
+    if len(pictures) != 1:
+        listed = ", ".join(f"{column} ({kind})" for column, kind in kinds.items())
+        raise InputError(
+            f"hf:{name} has {len(pictures)} columns of pictures among {listed}; one is needed: "
+            "select it with datasets and save_to_disk"
+        )
+    return pictures[0]

@@ -1,5 +1,6 @@
 """Opening data: one word, a folder, a manifest or a Hugging Face data set."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from regard.images.decode import check_channels
 from regard.images.digits import list_digits
 from regard.images.folder import list_folder, list_zip
 from regard.images.hub import list_hub
+from regard.images.inspection import read_quarantine
 from regard.images.manifest import MANIFEST_SUFFIXES, list_manifest
 from regard.images.splits import Listing, assemble
 
@@ -20,6 +22,7 @@ def open_data(
     seed: int = 0,
     val_fraction: float = 0.1,
     record: dict[str, Any] | None = None,
+    quarantine: str | Path | None = None,
 ) -> Data:
     """Open `spec`.
 
@@ -31,11 +34,18 @@ def open_data(
     `channels` is 1 or 3; unless given, the digits have 1 and all else 3. Where the source has no
     val split, a stratified one of `val_fraction` is drawn, keyed by `seed`; `record`, an earlier
     `Data.record()`, brings back exactly the splits it was made from, or refuses changed data.
+    `quarantine`, a list that `regard inspect` wrote for this data as it is now, is left out of the
+    splits, which are otherwise the same as without it.
     """
     if channels is not None:
         check_channels(channels)
     listing = _list(str(spec), channels)
-    return assemble(listing, seed=seed, val_fraction=val_fraction, record=record)
+    data = assemble(listing, seed=seed, val_fraction=val_fraction, record=record)
+    if quarantine is None:
+        return data
+    names = read_quarantine(quarantine, data)
+    note = f"{len(names):,} pictures on the quarantine list {quarantine} are left out"
+    return replace(data.without(names), notes=(*data.notes, note))
 
 
 def _list(spec: str, channels: int | None) -> Listing:
