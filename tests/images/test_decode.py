@@ -108,7 +108,9 @@ def png_of_rgb16(rows):
     """A PNG with three 16-bit channels, written by hand: PIL cannot."""
 
     def chunk(kind, body):
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
 
     height, width, _ = rows.shape
     body = b"".join(b"\0" + row.astype(">u2").tobytes() for row in rows)

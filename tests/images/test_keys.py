@@ -49,7 +49,7 @@ def test_uniform_draws_are_uniform_and_neighbours_independent():
     expected = draws.size / 20
     # chi-squared with 19 degrees of freedom: 99.99% lie below 50.8
     assert ((counts - expected) ** 2 / expected).sum() < 50.8
-    assert 0 <= draws.min()
+    assert draws.min() >= 0
     assert draws.max() < 1
     for shifted in (draws[1:].ravel() * draws[:-1].ravel(), draws[:, 1:] * draws[:, :-1]):
         assert abs(shifted.mean() - 0.25) < 5 * np.sqrt(7 / 144 / draws.size)
