@@ -4,7 +4,6 @@ The numbers in the rule come from the kernel table in docs/benchmarks.md; remake
 `python -m benchmarks.attend --kernels` on the machine in question.
 """
 
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from regard.errors import InputError, nearest
+from regard.layers import hardware
 
 KERNELS = ("plain", "sdpa", "blocked")
 
@@ -21,19 +21,7 @@ CUDA_FUSED_WIDTH = 256
 # products over whole batches of heads are faster.
 FEW_KEYS = 256
 # Scores kept for the backward pass stay below this, else the fused kernel's recompute wins.
-PLAIN_SCORE_BYTES = 32 << 20
-
-
-def _has_bf16_products() -> bool:
-    """Whether this CPU multiplies bfloat16 numbers in hardware, as far as torch can use it."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return False
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return True
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-BF16_PRODUCTS = _has_bf16_products()
+PLAIN_SCORE_BYTES = 8 << 20
 
 
 class _Settings:
@@ -121,7 +109,7 @@ def choose(problem: Problem, kernel: str = "auto") -> Choice:
         return Choice(_settings.kernel, f"attention_kernel({_settings.kernel!r}) is in force")
     if problem.device != "cpu":
         return _choose_accelerator(problem)
-    if problem.dtype == torch.bfloat16 and BF16_PRODUCTS:
+    if problem.dtype == torch.bfloat16 and hardware.BF16_PRODUCTS:
         return _choose_bf16_cpu(problem)
     return _choose_cpu(problem)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.layers import attend_choice
+from regard.layers import hardware
 
 
 class Precision(NamedTuple):
@@ -39,7 +39,7 @@ def precision(dtype: torch.dtype, device: str, rounded: bool) -> Precision:
         # No device but CUDA multiplies half precision into float32 results.
         operand = dtype if rounded or device == "cuda" else wide
         return Precision(operand, score, dtype)
-    if dtype == torch.bfloat16 and attend_choice.BF16_PRODUCTS:
+    if dtype == torch.bfloat16 and hardware.BF16_PRODUCTS:
         if rounded:
             return Precision(dtype, dtype, dtype)
         return Precision(wide, wide, dtype, bf16_mode=True)

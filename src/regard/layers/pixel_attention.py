@@ -2,37 +2,26 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from regard.errors import InputError, nearest
-from regard.layers.attend import attend
+from regard.errors import InputError
 from regard.layers.checks import count, divisor
-from regard.layers.group_norm import group_norm
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class PixelParams(NamedTuple):
-    """The ten parameters: vectors (c,) and, named …_weight but the norm's, matrices (c, c)."""
-
-    norm_weight: Tensor
-    norm_bias: Tensor
-    q_weight: Tensor
-    q_bias: Tensor
-    k_weight: Tensor
-    k_bias: Tensor
-    v_weight: Tensor
-    v_bias: Tensor
-    out_weight: Tensor
-    out_bias: Tensor
-
-
-KEYS = PixelParams._fields
-MATRICES = ("q_weight", "k_weight", "v_weight", "out_weight")
+from regard.layers.hardware import native_products, working_dtype
+from regard.layers.pixel_fold import FoldCache, attend_folded, may_fold
+from regard.layers.pixel_params import (
+    KEYS,
+    MATRICES,
+    PixelParams,
+    as_params,
+    as_tensor,
+    check_eps,
+    check_keys,
+    check_map,
+)
+from regard.layers.pixel_steps import add_projected, attend_packed, normed_tokens, project
 
 
 def pixel_attention(
@@ -77,28 +66,30 @@ def pixel_attention(
 def attend_pixels(
     x: Tensor, params: PixelParams, num_groups: int, num_heads: int, eps: float
 ) -> Tensor:
-    """`pixel_attention` on checked arguments."""
-    b, c, h, w = x.shape
-    z = group_norm(x, num_groups, params.norm_weight, params.norm_bias, eps)
-    z = z.flatten(2).transpose(1, 2)  # b c h w -> b (h w) c
+    """`pixel_attention` on checked arguments.
 
-    def heads(weight: Tensor, bias: Tensor) -> Tensor:
-        tokens = nn.functional.linear(z, weight, bias)
-        return tokens.unflatten(2, (num_heads, -1)).transpose(1, 2)  # b n (g d) -> b g n d
-
-    mixed = attend(
-        heads(params.q_weight, params.q_bias),
-        heads(params.k_weight, params.k_bias),
-        heads(params.v_weight, params.v_bias),
-        scale=1 / math.sqrt(c // num_heads),
-    )
-    mixed = mixed.transpose(1, 2).flatten(2)  # b g n d -> b n (g d)
-    out = nn.functional.linear(mixed, params.out_weight, params.out_bias)
-    return x + out.transpose(1, 2).reshape(b, c, h, w).to(x.dtype)
+    b_k adds the same number to every score of a row, which the softmax takes away again: it is
+    left out, and its gradient is zero, where rounding noise would be in its place.
+    """
+    with native_products(x.device.type):
+        p = PixelParams(*(value.to(working_dtype(x)) for value in params))
+        tokens = normed_tokens(x, num_groups, p.norm_weight, p.norm_bias, eps)
+        packed = project(
+            tokens,
+            torch.cat((p.q_weight, p.k_weight, p.v_weight)),
+            torch.cat((p.q_bias, torch.zeros_like(p.k_bias), p.v_bias)),
+        )
+        no_gradient = torch.sign(p.k_bias) * 0
+        mixed = attend_packed(packed, num_heads)
+        return add_projected(x, mixed, p.out_weight, p.out_bias + no_gradient)
 
 
 class PixelAttention(nn.Module):
     """`pixel_attention` as a module that owns its ten parameters.
+
+    At inference (eval mode, gradients off) the norm's gain and the biases are folded into the
+    projections, with one head the projections into each other: see `pixel_fold`. The folded
+    weights are made once, stand outside the state dict and follow every change of the weights.
 
     Starts as the identity: out_weight and out_bias are zero; q, k and v weights are normal with
     standard deviation channels^-½, their biases zero, the norm's gain one and bias zero.
@@ -127,6 +118,7 @@ class PixelAttention(nn.Module):
         for key in KEYS:
             shape = (channels, channels) if key in MATRICES else (channels,)
             setattr(self, key, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self._fold = FoldCache()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -173,93 +165,24 @@ class PixelAttention(nn.Module):
                 f"x has shape {tuple(x.shape)}, {x.shape[1]} channels; this block has "
                 f"{self.channels}"
             )
-        params = PixelParams(*(getattr(self, key).to(x.dtype) for key in KEYS))
-        return attend_pixels(x, params, self.num_groups, self.num_heads, self.eps)
+        params = PixelParams(*(getattr(self, key) for key in KEYS))
+        if self.training or not may_fold(x):
+            params = PixelParams(*(value.to(x.dtype) for value in params))
+            return attend_pixels(x, params, self.num_groups, self.num_heads, self.eps)
+        return attend_folded(
+            x, self._fold.get(params, x, self.num_heads), self.num_groups, self.eps
+        )
+
+    def train(self, mode: bool = True) -> "PixelAttention":
+        self._fold.clear()
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "PixelAttention":
+        self._fold.clear()
+        return super()._apply(*args, **kwargs)
 
     def extra_repr(self) -> str:
         return (
             f"{self.channels}, num_heads={self.num_heads}, num_groups={self.num_groups}, "
             f"eps={self.eps}"
         )
-
-
-def as_tensor(value: Any, name: str) -> Tensor:
-    """A tensor from a tensor, a NumPy array or nested lists of numbers."""
-    if isinstance(value, Tensor):
-        return value
-    is_array = isinstance(value, (np.ndarray, np.generic))
-    try:
-        array = np.asarray(value)
-        if array.dtype.kind not in ("f" if is_array and name == "x" else "fiu"):
-            raise TypeError(f"its elements are {array.dtype}")
-        native = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
-        tensor = torch.from_numpy(native)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"{name} is a {type(value).__name__} that makes no floating-point tensor ({error}); "
-            "give a tensor, a NumPy array or nested lists of numbers"
-        ) from None
-    return tensor if is_array else tensor.to(torch.get_default_dtype())
-
-
-def check_map(x: Tensor) -> Tensor:
-    """Refuse an x that is no feature map."""
-    if not isinstance(x, Tensor):
-        raise InputError(f"x is a {type(x).__name__}; give a tensor (batch, channels, h, w)")
-    if x.dtype not in DTYPES:
-        raise InputError(
-            f"x has dtype {x.dtype}; give float16, bfloat16, float32 or float64, e.g. x.float()"
-        )
-    if x.ndim != 4 or min(x.shape[1:]) < 1:
-        raise InputError(
-            f"x has shape {tuple(x.shape)}; give (batch, channels, height, width) with at least "
-            "one channel, row and column"
-        )
-    return x
-
-
-def check_eps(eps: Any) -> float:
-    """Refuse an eps that is no finite number of at least zero."""
-    if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
-        raise InputError(f"eps={eps!r}: give a finite number of at least 0, such as 1e-5")
-    return float(eps)
-
-
-def check_keys(params: Mapping[str, Any]) -> None:
-    """Refuse params whose keys are not exactly the ten."""
-    try:
-        given = set(params.keys())
-    except AttributeError:
-        raise InputError(
-            f"params is a {type(params).__name__}; give a mapping with the keys {', '.join(KEYS)}"
-        ) from None
-    missing = [key for key in KEYS if key not in given]
-    unknown = sorted(str(key) for key in given if key not in KEYS)
-    if missing or unknown:
-        said = [f"params lacks {', '.join(missing)}"] if missing else []
-        said += [f"params has the unknown key {key!r} ({nearest(key, KEYS)})" for key in unknown]
-        raise InputError(f"{'; '.join(said)}; give exactly {', '.join(KEYS)}")
-
-
-def as_params(params: Mapping[str, Any], x: Tensor) -> PixelParams:
-    """The ten parameters as tensors of x's dtype on x's device, or a refusal."""
-    check_keys(params)
-    channels = x.shape[1]
-    checked = []
-    for key in KEYS:
-        value = params[key]
-        tensor = as_tensor(value, key)
-        shape = (channels, channels) if key in MATRICES else (channels,)
-        if tuple(tensor.shape) != shape:
-            raise InputError(
-                f"{key} has shape {tuple(tensor.shape)}; for x with {channels} channels give "
-                f"{shape}"
-            )
-        if tensor.is_complex() or tensor.dtype == torch.bool:
-            raise InputError(f"{key} has dtype {tensor.dtype}; give real numbers")
-        if isinstance(value, Tensor) and tensor.device != x.device:
-            raise InputError(
-                f"{key} is on device {tensor.device} and x on {x.device}; move one to the other"
-            )
-        checked.append(tensor.to(device=x.device, dtype=x.dtype))
-    return PixelParams(*checked)

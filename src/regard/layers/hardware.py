@@ -1,0 +1,45 @@
+"""What the hardware multiplies: half precision where it can, float32 in its place where not."""
+
+import platform
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def _has_bf16_products() -> bool:
+    """Whether this CPU multiplies bfloat16 numbers in hardware, as far as torch can use it."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+BF16_PRODUCTS = _has_bf16_products()
+
+
+def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """The dtype to hold the operands of products in: `dtype`, or float32 where that is faster.
+
+    A CPU without bfloat16 instructions multiplies half precision a hundred times slower than
+    float32, which holds every half-precision number exactly.
+    """
+    if device != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return dtype
+    return dtype if dtype == torch.bfloat16 and BF16_PRODUCTS else torch.float32
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """`product_dtype` for x."""
+    return product_dtype(x.dtype, x.device.type)
+
+
+def native_products(device: str) -> AbstractContextManager[None]:
+    """Autocast off where its dtype would only slow products down; else nothing changes."""
+    if not torch.is_autocast_enabled(device):
+        return nullcontext()
+    dtype = torch.get_autocast_dtype(device)
+    if product_dtype(dtype, device) == dtype:
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
