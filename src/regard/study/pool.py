@@ -1,0 +1,157 @@
+"""Runs in parallel processes of one thread each."""
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import regard
+from regard.study.folder import StudyFolder, line
+from regard.study.plan import Run
+
+
+class WorkerFailed(RuntimeError):
+    """A worker met an error that is not the user's."""
+
+
+#: Told (finished steps, runs finished) whenever there is news.
+Progress = Callable[[int, int], None]
+
+
+def run_all(
+    folder: StudyFolder, runs: list[Run], steps: int, workers: int, device: str, progress: Progress
+) -> None:
+    """Train `runs`, each of `steps` steps, on at most `workers` processes at a time.
+
+    Each finished run is in the folder before `progress` hears of it, so whatever ends this
+    process, only runs under way are lost. Idle workers are given the next run in order.
+    """
+    waiting = list(reversed(runs))
+    under_way: dict[int, int] = {}
+    finished = 0
+    news: queue.Queue[tuple[int, str]] = queue.Queue()
+    with processes(folder, min(workers, len(runs)), device, news) as pool:
+        for first, process in enumerate(pool):
+            send(process, waiting.pop())
+            under_way[first] = 0
+        while under_way:
+            number, text = news.get()
+            message: dict[str, Any] = (
+                json.loads(text) if text else {"failed": "it ended by itself\n"}
+            )
+            if "failed" in message:
+                raise WorkerFailed(f"a worker of the study failed:\n{message['failed']}")
+            if "step" in message:
+                under_way[number] = message["step"]
+            else:
+                finished += 1
+                del under_way[number]
+                if waiting:
+                    send(pool[number], waiting.pop())
+                    under_way[number] = 0
+            progress(finished * steps + sum(under_way.values()), finished)
+
+
+def send(process: "subprocess.Popen[str]", run: Run) -> None:
+    """Give a worker its next run."""
+    assert process.stdin is not None
+    process.stdin.write(line(**vars(run)))
+    process.stdin.flush()
+
+
+@contextlib.contextmanager
+def processes(
+    folder: StudyFolder, count: int, device: str, news: "queue.Queue[tuple[int, str]]"
+) -> Iterator[list["subprocess.Popen[str]"]]:
+    """`count` workers whose lines go to `news` with their number, and "" when one ends."""
+    command = [sys.executable, "-m", "regard.study.worker", str(folder), device]
+    pool = [
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment(),
+            text=True,
+            # Ctrl-C is for the study, which then ends its workers.
+            start_new_session=True,
+        )
+        for _ in range(count)
+    ]
+    listeners = [
+        threading.Thread(target=listen, args=(number, process, news), daemon=True)
+        for number, process in enumerate(pool)
+    ]
+    try:
+        for listener in listeners:
+            listener.start()
+        yield pool
+    finally:
+        for process in pool:
+            process.terminate()
+        for process, listener in zip(pool, listeners, strict=True):
+            process.wait()
+            listener.join()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        stream.close()
+
+
+def listen(
+    number: int, process: "subprocess.Popen[str]", news: "queue.Queue[tuple[int, str]]"
+) -> None:
+    """Pass on a worker's lines until it ends."""
+    assert process.stdout is not None
+    for text in process.stdout:
+        news.put((number, text))
+    news.put((number, ""))
+
+
+def environment() -> dict[str, str]:
+    """One thread a worker, idle threads asleep, and this very regard to import."""
+    here = str(Path(regard.__file__).parents[1])
+    paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Said:
+    """Says how far a study is, at most every so many seconds, where there is no progress bar."""
+
+    def __init__(
+        self, say: Callable[[str], None], total: int, runs: int, every: float = 30
+    ) -> None:
+        self.say, self.total, self.runs, self.every = say, total, runs, every
+        self.began = self.last = time.monotonic()
+
+    def __call__(self, done: int, finished: int) -> None:
+        now = time.monotonic()
+        if now - self.last < self.every or done < self.total / 100:
+            return
+        self.last = now
+        left = (now - self.began) * (self.total - done) / done
+        self.say(f"{finished} of {self.runs} runs done, about {duration(left)} left")
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds."""
+    whole = round(seconds)
+    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"

@@ -1,0 +1,255 @@
+"""Many small runs, one answer: does QK norm help on these images?"""
+
+import dataclasses
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from regard.errors import InputError
+from regard.files import write_text
+from regard.images import Data, Preprocess, open_data
+from regard.models.create import create
+from regard.runs.evaluate import pick_device
+from regard.runs.folder import RunFolder
+from regard.runs.metrics import to_csv
+from regard.runs.presets import side_for
+from regard.runs.reporter import Reporter
+from regard.study.findings import conclusion
+from regard.study.folder import Plan, StudyFolder
+from regard.study.options import StudyOptions
+from regard.study.page import study_page
+from regard.study.pictures import Pictures, read_pictures
+from regard.study.plan import DEFAULTS, Settings, asked, check_same, new_grid
+from regard.study.pool import Said, cores, run_all
+from regard.study.summary import Summary, summarise
+
+MOST_ON_DEVICE = 4  # an accelerator is shared by so many runs at most
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """A finished study: its folder, its page, the conclusion in words, and every figure."""
+
+    folder: Path
+    page: Path
+    conclusion: str
+    summary: Summary
+
+
+def study(options: StudyOptions, say: Callable[[str], None] | None = None) -> StudyResult:
+    """Run a study, or what is left of one, and write its folder.
+
+    `say` gets each line meant for people; without it they are printed, with a progress bar where
+    there is a terminal.
+    """
+    reporter = Reporter(say=say)
+    folder = StudyFolder.open(options.out) if options.resume else None
+    before = folder.plan() if folder else None
+    settings, pictures = prepare(options, before, reporter.say)
+    grid = new_grid(options, before.grid if before else None)
+    if before is not None:
+        check_same(before.settings, settings)
+    if folder is None:
+        folder = StudyFolder.fresh(options.out, name_of(settings.data))
+    plan = Plan(settings, grid)
+    with folder.lock():
+        folder.write_plan(plan)
+        train_missing(folder, plan, pictures, options, reporter, say is not None)
+        results = folder.results(grid)
+        summary = summarise(settings, grid, results)
+        write_results(folder, plan, summary, results)
+    words = "\n\n".join(conclusion(summary, optimizer) for optimizer in grid.optimizers)
+    return StudyResult(folder.path, folder.page_file, words, summary)
+
+
+def prepare(
+    options: StudyOptions, before: Plan | None, say: Callable[[str], None]
+) -> tuple[Settings, Pictures]:
+    """What the runs share, and the images; what is not asked for is as `before`, or a default."""
+    if before is not None:
+        options = continued(options, before.settings)
+    if options.like is not None:
+        data, model, preprocess, batch_size = of_run(options)
+    else:
+        data = open_data(options.data or "digits")
+        size = options.image_size or ((8, 8) if data.name == "digits" else (side_for(data),) * 2)
+        preprocess = Preprocess(size=size, channels=data.channels)
+        model = {
+            "name": options.model or f"simple-vit-nano/{max(4, min(size) // 8)}",
+            "num_classes": len(data.classes),
+            "image_size": list(size),
+            "channels": data.channels,
+        }
+        batch_size = DEFAULTS["batch_size"]
+    create(**model, qk_norm=None)  # a model without QK norm is refused here, not in a worker
+    most = asked(options, "images")
+    if most < 2:
+        raise InputError(f"images is {most}; give at least 2")
+    pictures = read_pictures(data, preprocess, most, say)
+    settings = Settings(
+        data=data.name,
+        like=str(options.like) if options.like else None,
+        fingerprint=data.fingerprint,
+        classes=len(data.classes),
+        most_images=most,
+        images=len(pictures.labels),
+        held_out=len(pictures.val_labels),
+        chance=pictures.chance,
+        model=model,
+        preprocess=preprocess.to_dict(),
+        steps=asked(options, "steps"),
+        batch_size=min(options.batch_size or batch_size, len(pictures.labels)),
+        warmup=asked(options, "warmup"),
+        weight_decay=asked(options, "weight_decay"),
+    )
+    return settings, pictures
+
+
+def continued(options: StudyOptions, settings: Settings) -> StudyOptions:
+    """The options of a resumed study, where what is not given is as it was."""
+    like = Path(settings.like) if settings.like else None
+    size = settings.model["image_size"]
+    was: dict[str, Any] = {
+        "data": None if like else settings.data,
+        "like": like,
+        "model": None if like else settings.model["name"],
+        "image_size": None if like else (size[0], size[1]),
+        "images": settings.most_images,
+        "steps": settings.steps,
+        "batch_size": settings.batch_size,
+        "warmup": settings.warmup,
+        "weight_decay": settings.weight_decay,
+    }
+    return dataclasses.replace(
+        options, **{k: v for k, v in was.items() if getattr(options, k) is None}
+    )
+
+
+def of_run(options: StudyOptions) -> tuple[Data, dict[str, Any], Preprocess, int]:
+    """Images, model, preprocessing and batch size of the run to study."""
+    for name in ("data", "model", "image_size"):
+        if getattr(options, name) is not None:
+            raise InputError(f"--like takes the run's own {name}; leave out {name} or --like")
+    assert options.like is not None
+    run = RunFolder.open(options.like)
+    config = run.config()
+    model = {k: v for k, v in config.model.items() if k != "qk_norm"}
+    return run.data(), model, config.preprocess, config.recipe.batch_size
+
+
+def train_missing(
+    folder: StudyFolder,
+    plan: Plan,
+    pictures: Pictures,
+    options: StudyOptions,
+    reporter: Reporter,
+    spoken: bool,
+) -> None:
+    """Train the runs of the plan that are not finished.
+
+    Progress is a bar on a terminal; where there is none, or it is `spoken`, a line now and then.
+    """
+    runs = plan.grid.runs()
+    missing = [run for run in runs if not folder.finished(run)]
+    if len(missing) < len(runs):
+        reporter.say(f"{len(runs) - len(missing)} of {len(runs)} runs are finished already")
+    if not missing:
+        return
+    device = pick_device(options.device).type
+    workers = worker_count(options.workers, device)
+    reporter.say(f"{len(missing)} runs, {min(workers, len(missing))} at a time, on {device}")
+    pictures.save(folder.pictures_file)
+    steps = plan.settings.steps
+    said = Said(reporter.say, steps * len(missing), len(missing))
+    reporter.start(0, steps * len(missing))
+
+    def progress(done: int, finished: int) -> None:
+        reporter.step(done, {"runs": finished})
+        if spoken or not sys.stdout.isatty():
+            said(done, finished)
+
+    try:
+        run_all(folder, missing, steps, workers, device, progress)
+    except KeyboardInterrupt:
+        reporter.say(f"stopped; {resume_command(folder)} goes on without repeating finished runs")
+        raise
+    finally:
+        reporter.finish()
+        folder.pictures_file.unlink(missing_ok=True)
+
+
+def worker_count(asked_for: int | None, device: str) -> int:
+    """Runs at a time."""
+    if asked_for is None:
+        return cores() if device == "cpu" else min(cores(), MOST_ON_DEVICE)
+    if asked_for < 1:
+        raise InputError(f"workers is {asked_for}; give at least 1")
+    return asked_for
+
+
+def write_results(
+    folder: StudyFolder, plan: Plan, summary: Summary, results: list[dict[str, Any]]
+) -> None:
+    """study.json with everything, study.csv with one row a run, study.html to look at."""
+    folder.write_plan(plan, summary=summary.to_dict(), runs=results)
+    write_text(folder.csv_file, csv_of(summary, results))
+    write_text(folder.page_file, study_page(summary, results, command_of(plan, folder)))
+
+
+COLUMNS = (
+    "optimizer", "form", "rate", "seed", "initial_loss", "final_loss", "accuracy", "held_out_loss",
+    "diverged_at", "largest_logit", "lowest_entropy", "gradient_norm", "steps_to_target", "seconds",
+)  # fmt: skip
+
+
+def csv_of(summary: Summary, results: list[dict[str, Any]]) -> str:
+    """One row a run; empty where a run diverged or never reached the accuracy."""
+    rows = []
+    for r in results:
+        found = summary.forms[r["optimizer"]][r["form"]].cells[r["rate"]]
+        seed = r["seed"]
+        more = {
+            "largest_logit": found.largest_logit[seed],
+            "lowest_entropy": found.lowest_entropy[seed],
+            "gradient_norm": found.gradient_norm[seed],
+            "steps_to_target": found.steps_to[seed],
+        }
+        rows.append([{**r, **more}[column] for column in COLUMNS])
+    return to_csv(COLUMNS, rows)
+
+
+def command_of(plan: Plan, folder: StudyFolder) -> str:
+    """The command that makes this study."""
+    s, g = plan.settings, plan.grid
+    options: dict[str, Any] = {
+        "rates": ",".join(f"{rate:g}" for rate in g.rates),
+        "forms": ",".join(g.forms),
+        "seeds": g.seeds,
+        "optimizer": ",".join(g.optimizers),
+        "steps": s.steps,
+        "batch-size": s.batch_size,
+        "warmup": s.warmup,
+        "weight-decay": s.weight_decay,
+        "images": s.most_images,
+    }
+    height, width = s.model["image_size"]
+    own = ["--like", s.like] if s.like else [
+        s.data, "--model", s.model["name"], "--image-size", str(height), str(width),
+    ]  # fmt: skip
+    words = ["regard", "study", *own, *(w for k, v in options.items() for w in (f"--{k}", str(v)))]
+    return shlex.join(words)
+
+
+def resume_command(folder: StudyFolder) -> str:
+    """The command that goes on with a study."""
+    return "`" + shlex.join(["regard", "study", "--out", str(folder), "--resume"]) + "`"
+
+
+def name_of(data: str) -> str:
+    """A folder name: the last part of the data's, letters and digits only."""
+    stem = Path(data).name.split(".")[0]
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-") or "study"

@@ -1,0 +1,177 @@
+"""One run of a study, from its first step to its figures.
+
+The loop is a study's own, not that of `regard train`: a study makes hundreds of runs of a few
+seconds each on images held in memory, so it has no checkpoints, workers, augmentation or
+processes. Optimizers, schedule and order of the images are those of `regard train`. Gradients are
+not clipped, which would hide what is being studied.
+"""
+
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from regard.images import Preprocess
+from regard.images.keys import permutation
+from regard.record import attention_health
+from regard.runs.optimizer import build_optimizers, set_rate
+from regard.runs.schedule import rate
+from regard.study.forms import build
+from regard.study.pictures import Pictures
+from regard.study.plan import Run, Settings
+
+#: Measurements of attention and gradient, and of held-out accuracy, in each run.
+POINTS = 20
+CHECKS = 10
+MOST_CHECKED = 512  # held-out images looked at during training; at the end all are
+
+
+def trial(
+    run: Run,
+    settings: Settings,
+    pictures: Pictures,
+    tick: Callable[[int], None] = lambda step: None,
+) -> dict[str, Any]:
+    """Train one model and return what was measured, JSON-ready.
+
+    `pictures` lie on the device to compute on. `tick` is told the number of finished steps now
+    and then. A run whose loss is no longer finite stops at the next measurement: its final loss
+    and accuracy are None and `diverged_at` is the first such step, counted from 1.
+    """
+    began = time.perf_counter()
+    device = pictures.images.device
+    preprocess = Preprocess.from_dict(settings.preprocess)
+    model = build(run.form, settings.model, run.seed).to(device).train()
+    optimizers = build_optimizers(model, run.optimizer, run.rate, settings.weight_decay)
+    losses = torch.full((settings.steps,), math.nan, device=device)
+    points: list[dict[str, Any]] = []
+    checks: list[dict[str, Any]] = []
+    for step in range(settings.steps):
+        where = batch_at(step, len(pictures.labels), settings.batch_size, run.seed)
+        index = torch.from_numpy(where).to(device)
+        images = preprocess.normalise(pictures.images[index])
+        labels = pictures.labels[index]
+        set_rate(optimizers, run.rate * rate(step, settings.steps, settings.warmup))
+        if due(step, settings.steps, POINTS):
+            with attention_health(model) as health:
+                loss = cross_entropy(model(images), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            points.append(point(step + 1, health, gradient_norm(model)))
+        else:
+            loss = cross_entropy(model(images), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+        losses[step] = loss.detach()
+        if due(step, settings.steps, POINTS):
+            tick(step + 1)
+            if not math.isfinite(losses[step].item()):
+                break
+        if due(step, settings.steps, CHECKS):
+            some = (pictures.val_images[:MOST_CHECKED], pictures.val_labels[:MOST_CHECKED])
+            found = held_out(model, preprocess, *some)
+            checks.append({"step": step + 1, "accuracy": found[0], "loss": finite(found[1])})
+    return {
+        **vars(run),
+        **outcome(model, preprocess, pictures, losses),
+        "losses": smoothed(losses.tolist()),
+        "points": points,
+        "checks": checks,
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+
+
+def batch_at(step: int, images: int, size: int, seed: int) -> np.ndarray:
+    """Positions of one step's images, as `TrainBatches` takes them: [sB, (s+1)B) of the epochs."""
+    positions = np.arange(step * size, (step + 1) * size)
+    epochs = positions // images
+    places = positions % images
+    return np.concatenate([order(images, seed, e)[places[epochs == e]] for e in np.unique(epochs)])
+
+
+@functools.lru_cache(maxsize=4)
+def order(images: int, seed: int, epoch: int) -> np.ndarray:
+    """The permutation of one epoch, kept while its steps last."""
+    return permutation(images, seed, int(epoch))
+
+
+def due(step: int, steps: int, times: int) -> bool:
+    """Whether `step`, from 0, is one of `times` even measurements, the first and last included."""
+    before = (step * (times - 1)) // max(steps - 1, 1)
+    return step == 0 or before > ((step - 1) * (times - 1)) // max(steps - 1, 1)
+
+
+def point(step: int, health: dict[str, dict[str, float]], gradient: float) -> dict[str, Any]:
+    """What is measured of attention, layer by layer, and of the gradient."""
+    return {
+        "step": step,
+        "largest_logit": [finite(layer["largest_logit"]) for layer in health.values()],
+        "entropy": [finite(layer["entropy"]) for layer in health.values()],
+        "gradient_norm": finite(gradient),
+    }
+
+
+def gradient_norm(model: nn.Module) -> float:
+    """Euclidean norm of all gradients together."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return float(nn.utils.get_total_norm(gradients))
+
+
+@torch.no_grad()
+def held_out(
+    model: nn.Module, preprocess: Preprocess, images: Tensor, labels: Tensor
+) -> tuple[float, float]:
+    """Accuracy and mean loss on held-out images."""
+    model.eval()
+    logits = torch.cat([model(preprocess.normalise(part)) for part in images.split(256)])
+    model.train()
+    right = (logits.argmax(dim=1) == labels).float().mean()
+    return float(right), float(cross_entropy(logits, labels))
+
+
+def outcome(
+    model: nn.Module, preprocess: Preprocess, pictures: Pictures, losses: Tensor
+) -> dict[str, Any]:
+    """The losses at both ends, and the accuracy of the finished model."""
+    broken = torch.nonzero(~torch.isfinite(losses)).flatten()
+    result: dict[str, Any] = {
+        "initial_loss": float(losses[0]),
+        "final_loss": None,
+        "accuracy": None,
+        "held_out_loss": None,
+        "diverged_at": int(broken[0]) + 1 if len(broken) else None,
+    }
+    if not len(broken):
+        accuracy, loss = held_out(model, preprocess, pictures.val_images, pictures.val_labels)
+        # The rate is almost 0 in the last tenth: it is one model, measured on many batches.
+        final = float(losses[-max(1, len(losses) // 10) :].mean())
+        result["final_loss"] = final
+        if math.isfinite(loss):
+            result |= {"accuracy": accuracy, "held_out_loss": loss}
+    return result
+
+
+def smoothed(losses: list[float]) -> list[dict[str, Any]]:
+    """Training loss in `POINTS` means over equal stretches; None where one is not finite."""
+    edges = [round(i * len(losses) / POINTS) for i in range(POINTS + 1)]
+    return [
+        {
+            "step": (first + last + 1) / 2,
+            "loss": finite(math.fsum(losses[first:last]) / (last - first)),
+        }
+        for first, last in itertools.pairwise(edges)
+        if last > first
+    ]
+
+
+def finite(value: float) -> float | None:
+    """The value, or None, which JSON can hold, where it is NaN or infinite."""
+    return value if math.isfinite(value) else None
