@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Calibrated on CIFAR-10 and on re-encoded, rescaled and brightened copies: see the tests.
-SIMILARITY = 0.985
+# On CIFAR-10, 43,000 pairs of splits apart, nearly all above 0.98 show the same, and copies saved
+# again as JPEG of quality 60, scaled by 1.5 or darkened by a tenth all lie above it.
+SIMILARITY = 0.98
 BRIGHTNESS = 24.0  # grey levels by which the means of near duplicates may differ
 _FLOOR = 1.0  # grey levels: contrast no larger counts as noise
 _ROWS = 1024  # rows compared at a time
