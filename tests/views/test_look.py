@@ -139,8 +139,7 @@ def test_layer_head_and_views_can_be_chosen(opened):
 
 def test_clicking_a_tile_chooses_its_layer_and_head(opened):
     page = opened(look_page(shown(), head=0))
-    box = page.locator("#sheet").bounding_box()
-    page.mouse.click(box["x"] + 34 + 75 * 2 + 10, box["y"] + 20 + 10)  # first row, head 2
+    page.locator("#sheet").click(position={"x": 34 + 75 * 2 + 10, "y": 30})  # first row, head 2
     page.wait_for_function("document.getElementById('head').value === '1'")
     assert page.locator("#layer").input_value() == "0"
 

@@ -79,6 +79,8 @@ def find_layout(
     that divide the image and leave at most 16 extra. A model's `num_prefix_tokens` must agree
     with the number of extra tokens. Where nothing fits the grid stays unknown.
     """
+    if count == 1:
+        return Tokens(count)  # one query that pools a grid, no grid of one place
     latest = list(seen)[::-1]
     for grid in [*reversed(enclosing), *latest]:
         if grid is not None and grid[0] * grid[1] == count:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 
@@ -13,10 +14,13 @@ from regard.images import Preprocess, decode
 from regard.runs.folder import RunFolder
 from regard.views.faithfulness import measure
 from regard.views.look_data import Look, Picture, look_at
-from regard.views.look_page import VIEWS, look_page
+from regard.views.look_page import VIEWS, fitted, look_page
 from regard.views.look_pictures import write_pictures
 from regard.views.maps import cell_at
 from regard.views.page import Html, page, picture, tag
+
+# The longest side of a picture in the index, in pixels.
+THUMB = 160
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class LookOptions:
     """The folder for what is written; look/ in the run folder if not given."""
     class_name: str | None = None
     """Show the relevance for this class."""
-    at: tuple[float, float] | None = None
+    at: str | None = None
     """Look from this place: X,Y in pixels of the original picture."""
     layer: str | None = None
     """The layer shown first, by number from 1 or by name; the last if not given."""
@@ -62,28 +66,32 @@ def look(options: LookOptions) -> LookResult:
     config = folder.config()
     model = folder.load_model(device_named(options.device))
     pictures = [read_picture(path, config.preprocess) for path in options.images]
-    out = options.out or folder.path / "look"
-    out.mkdir(parents=True, exist_ok=True)
     wanted = [] if options.class_name is None else [options.class_name]
     looks = [look_at(model, one, config.classes, wanted=wanted) for one in pictures]
+    starts = [opening(options, found) for found in looks]
+    measured = None
+    if options.faithfulness:
+        measured = measure(model, torch.stack([one.input for one in pictures]))
+    out = options.out or folder.path / "look"
+    out.mkdir(parents=True, exist_ok=True)
     names = distinct(path.stem for path in options.images)
     written: list[Path] = []
-    for name, found in zip(names, looks, strict=True):
-        start = opening(options, found)
+    for name, found, start in zip(names, looks, starts, strict=True):
         page_file = out / ("look.html" if len(looks) == 1 else f"{name}.html")
         write_text(page_file, look_page(found, **start))
         written += write_pictures(out, name, found, start)
     if len(looks) > 1:
         write_text(out / "look.html", index(names, looks))
-    inputs = torch.stack([one.input for one in pictures])
-    measured = measure(model, inputs) if options.faithfulness else None
     return LookResult(out / "look.html", tuple(written), measured)
 
 
 def device_named(name: str) -> torch.device:
     """The device of that name; "auto" takes an accelerator where there is one."""
     if name != "auto":
-        return torch.device(name)
+        try:
+            return torch.device(name)
+        except RuntimeError:
+            raise InputError(f"device is {name!r}; give auto, cpu, cuda or mps") from None
     if torch.accelerator.is_available():
         found = torch.accelerator.current_accelerator()
         assert found is not None
@@ -115,7 +123,7 @@ def opening(options: LookOptions, found: Look) -> dict[str, Any]:
         head = options.head - 1
     at = (0.5, 0.5)
     if options.at is not None:
-        x, y = options.at
+        x, y = coordinates(options.at)
         size = (found.picture.input.shape[-2], found.picture.input.shape[-1])
         row, column = cell_at((y, x), found.picture.geometry, size, maps.grid)
         at = ((row + 0.5) / maps.grid[0], (column + 0.5) / maps.grid[1])
@@ -125,6 +133,15 @@ def opening(options: LookOptions, found: Look) -> dict[str, Any]:
             raise InputError(f"there is no relevance for a class: {found.without}")
         view = "relevance"
     return {"view": view, "layer": layer, "head": head, "at": at}
+
+
+def coordinates(text: str) -> tuple[float, float]:
+    """x and y from "X,Y"."""
+    try:
+        x, y = (float(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"at is {text!r}; give X,Y in pixels, such as 120,80") from None
+    return x, y
 
 
 def layer_index(wanted: str | None, found: Look) -> int:
@@ -146,26 +163,14 @@ def index(names: list[str], looks: list[Look]) -> str:
     entries = []
     for name, found in zip(names, looks, strict=True):
         best, chance = found.chances[0]
-        size = [max(1, round(side * min(1, 160 / max(found.picture.original.shape[-2:])))) for side
-                in found.picture.original.shape[-2:]]  # fmt: skip
-        small = torch.nn.functional.interpolate(
-            found.picture.original[None].float(), size=size, mode="bilinear", antialias=True
-        )
-        thumb = picture(small[0].round().clamp(0, 255).to(torch.uint8), found.picture.name)
+        thumb = picture(fitted(found.picture.original, THUMB), found.picture.name)
         words = tag("span", found.picture.name, Html("<br>"), f"{best}, {chance:.1%}")
-        entries.append(tag("a", thumb, words, href=link(f"{name}.html")))
+        entries.append(tag("a", thumb, words, href=quote(f"{name}.html")))
     return page(
         "What the model attends to",
         tag("h1", "What the model attends to"),
         tag("div", *entries, class_="pictures"),
     )
-
-
-def link(name: str) -> str:
-    """A file name as a relative address."""
-    from urllib.parse import quote
-
-    return quote(name)
 
 
 def distinct(stems: Iterable[str]) -> list[str]:

@@ -83,26 +83,34 @@ def look_page(
 
 def stages(look: Look) -> Html:
     """The original beside the overlay; each can be pointed at."""
-    shown = look.picture.original
-    side = max(shown.shape[-2:])
-    if side > SIDE:
-        size = (round(shown.shape[-2] * SIDE / side), round(shown.shape[-1] * SIDE / side))
-        shown = resize(shown, (max(1, size[0]), max(1, size[1])))
-        shown = shown.round().clamp(0, 255).to(torch.uint8)
-    image = picture(shown, look.picture.name)
-    stage = {"class_": "stage pointed", "tabindex": 0}
-    overlay = Html('<canvas id="heat" class="heat"></canvas>')
-    keys = "Point at a place, or move it with the arrow keys"
+    image = picture(fitted(look.picture.original, SIDE), look.picture.name)
+    stage: dict[str, Any] = {
+        "class_": "stage",
+        "tabindex": 0,
+        "role": "application",  # arrow keys are for the page, not for a screen reader
+        "aria_label": "Point at a place, or move it with the arrow keys",
+        "aria_describedby": "said",
+    }
+    overlay = Html('<img id="again" alt=""><canvas id="heat" class="heat"></canvas>')
     return tag(
         "div",
-        tag("figure", tag("figcaption", "original"), tag("div", image, aria_label=keys, **stage)),
+        tag("figure", tag("figcaption", "original"), tag("div", image, **stage)),
         tag(
             "figure",
             tag("figcaption", "where it looks"),
-            tag("div", image, overlay, id="overlay", aria_label=keys, **stage),
+            tag("div", overlay, id="overlay", **stage),
         ),
         class_="look",
     )
+
+
+def fitted(image: Tensor, side: int) -> Tensor:
+    """uint8 (c, h, w), made smaller where its longest side is above `side`."""
+    longest = max(image.shape[-2:])
+    if longest <= side:
+        return image
+    height, width = (max(1, round(s * side / longest)) for s in image.shape[-2:])
+    return resize(image, (height, width)).round().clamp(0, 255).to(torch.uint8)
 
 
 def controls() -> Html:

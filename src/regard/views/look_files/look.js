@@ -9,6 +9,10 @@
   };
   const floats = text => new Float32Array(bytes(text).buffer);
   const COLOURS = bytes(data.colours);
+  // The same as pixels; the scale's bytes go red, green, blue, alpha in memory on every machine.
+  const RGBA = new Uint8Array(1024).fill(255);
+  for (let i = 0; i < 256; i++) RGBA.set(COLOURS.subarray(3 * i, 3 * i + 3), 4 * i);
+  const PIXELS = new Uint32Array(RGBA.buffer);
 
   // A stored matrix: a byte q of row r stands for tops[r] (q / 255)².
   const SHARE = Float32Array.from({ length: 256 }, (_, q) => (q / 255) ** 2);
@@ -60,7 +64,7 @@
   const sumOf = values => values.reduce((a, b) => a + b, 0);
   function peakOf(values) {
     let best = 0;
-    values.forEach((v, j) => { if (v > values[best]) best = j; });
+    for (let j = 1; j < values.length; j++) if (values[j] > values[best]) best = j;
     return best;
   }
 
@@ -69,10 +73,8 @@
     canvas.width = w;
     canvas.height = h;
     const context = canvas.getContext("2d"), image = context.createImageData(w, h);
-    for (let j = 0; j < w * h; j++) {
-      const shade = 3 * Math.round(255 * Math.min(1, Math.max(0, map.values[j] / top)));
-      image.data.set([COLOURS[shade], COLOURS[shade + 1], COLOURS[shade + 2], 255], 4 * j);
-    }
+    const pixels = new Uint32Array(image.data.buffer);
+    for (let j = 0; j < w * h; j++) pixels[j] = PIXELS[Math.round(255 * map.values[j] / top)];
     context.putImageData(image, 0, 0);
     return top;
   }
@@ -249,6 +251,9 @@
     stage.addEventListener("pointerdown", point);
     stage.addEventListener("keydown", press);
   }
+  const original = document.querySelector(".stage img");
+  $("again").src = original.src;
+  $("again").className = original.className;
   onPicture($("heat"), 0, 0, 1, 1);
 
   const views = [["from", "attention from a place"], ["received", "attention received"]];
@@ -277,7 +282,7 @@
   window.addEventListener("resize", redraw);
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   const bar = $("scale"), context = bar.getContext("2d"), ramp = context.createImageData(256, 1);
-  for (let i = 0; i < 256; i++) ramp.data.set([...COLOURS.slice(3 * i, 3 * i + 3), 255], 4 * i);
+  ramp.data.set(RGBA);
   context.putImageData(ramp, 0, 0);
   draw();
 })();
