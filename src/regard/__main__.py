@@ -1,11 +1,13 @@
 """`regard` and `python -m regard`: run a command, turn errors into messages and exit codes."""
 
+import os
 import sys
 import traceback
 
 from regard.errors import MissingExtraError, RegardError
 
 STOPPED_BY_CTRL_C = 130
+NOBODY_READS = 141
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -29,6 +31,10 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("regard: stopped", file=sys.stderr)
         return STOPPED_BY_CTRL_C
+    except BrokenPipeError:
+        # Nobody reads on, as in `regard … | head`. The interpreter shall not try to flush, either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOBODY_READS
     except Exception:
         traceback.print_exc()
         print("regard: this is a fault of ours; please report the lines above", file=sys.stderr)

@@ -47,7 +47,9 @@ def described(options: type[Any], positional: tuple[str, ...] = ()) -> type[Any]
             default = dataclasses.field(default_factory=inner)
         else:
             word = metavar(field.name, hint, field.name in positional)
-            shown = tyro.conf.arg(metavar=word, help_behavior_hint=default_hint(field))
+            shown = tyro.conf.arg(
+                name=field.name.rstrip("_"), metavar=word, help_behavior_hint=default_hint(field)
+            )
             kind = Annotated[hint, shown]
         if field.name in positional:
             kind = by_place[kind]
@@ -78,7 +80,7 @@ def option_names(options: type[Any]) -> list[str]:
         names += (
             option_names(typing.cast(Any, inner))
             if dataclasses.is_dataclass(inner)
-            else [field.name]
+            else [field.name.rstrip("_")]
         )
     return names
 
