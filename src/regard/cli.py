@@ -177,7 +177,7 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
 
     count = TextColumn("{task.completed:,} of {task.total:,} " + what)
     with Progress(BarColumn(), count, TimeRemainingColumn(), transient=True) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(what, total=1)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
