@@ -9,6 +9,7 @@ from torch import nn
 
 from regard.errors import InputError
 from regard.foreign import Left, Spec, recognise
+from regard.layers.pixel_fold import FoldCache
 from regard.weights.accelerated import (
     Accelerated,
     RegardProcessor,
@@ -129,7 +130,7 @@ def restore(model: Model) -> Model:
     """Undo `accelerate`: every class and processor is the one it was. Returns the model."""
     for module in model.modules():
         if isinstance(module, Accelerated):
-            del module.__dict__["regard_spec"]
+            del module.__dict__["regard_spec"], module.__dict__["regard_fold"]
             module.__class__ = original_class(type(module))
         elif isinstance(getattr(module, "processor", None), RegardProcessor):
             module.set_processor(module.processor.original)  # type: ignore[operator, union-attr]
@@ -177,4 +178,4 @@ def swap(module: Any, spec: Spec) -> None:
         return
     cls: Any = type(module)
     module.__class__ = accelerated_class(cls)
-    module.__dict__["regard_spec"] = spec
+    module.__dict__.update(regard_spec=spec, regard_fold=FoldCache())

@@ -11,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.foreign import Spec, is_map, merge, project
 from regard.layers.attend import attend
-from regard.layers.pixel_attention import PixelParams, attend_pixels
+from regard.layers.pixel_attention import attend_pixels
+from regard.layers.pixel_fold import FoldCache, attend_folded, may_fold
+from regard.layers.pixel_params import PixelParams
 from regard.weights.blocks import unpack
 
 PLAIN_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
@@ -26,12 +28,21 @@ class Accelerated:
     """
 
     regard_spec: Spec
+    regard_fold: FoldCache
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         x = only_input(args, kwargs)
-        if x is None or not covers(self, self.regard_spec, x):  # type: ignore[arg-type]
+        if x is None or not covers(self, self.regard_spec, x):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        return compute(self, self.regard_spec, x)  # type: ignore[arg-type]
+        return compute(self, self.regard_spec, x, self.regard_fold)
+
+    def train(self, mode: bool = True) -> Any:
+        self.regard_fold.clear()
+        return super().train(mode)  # type: ignore[misc]
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.regard_fold.clear()
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -66,6 +77,7 @@ class RegardProcessor:
     def __init__(self, original: Any, spec: Spec) -> None:
         self.original = original
         self.regard_spec = spec
+        self.regard_fold = FoldCache()
 
     def __call__(
         self,
@@ -84,7 +96,7 @@ class RegardProcessor:
             return self.original(
                 attn, hidden_states, encoder_hidden_states, attention_mask, temb, *args, **kwargs
             )
-        return compute(attn, self.regard_spec, hidden_states)
+        return compute(attn, self.regard_spec, hidden_states, self.regard_fold)
 
 
 def only_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -104,26 +116,37 @@ def covers(module: nn.Module, spec: Spec, x: Tensor) -> bool:
     return True
 
 
-def compute(module: nn.Module, spec: Spec, x: Tensor) -> Tensor:
+def compute(module: nn.Module, spec: Spec, x: Tensor, fold: FoldCache) -> Tensor:
     """The module's attention on x: the pixel block where its layers are plain, else `attend`.
 
     Layers that are not plain (adapters, quantised, offloaded, parametrised, hooked) keep their
     own call: their `weight`, if they have one, is not what they compute with.
     """
     if getattr(module, "use_checkpoint", False) and torch.is_grad_enabled():
-        return checkpoint(compute_once, module, spec, x, use_reentrant=False)
-    return compute_once(module, spec, x)
+        return checkpoint(compute_once, module, spec, x, fold, use_reentrant=False)
+    return compute_once(module, spec, x, fold)
 
 
-def compute_once(module: nn.Module, spec: Spec, x: Tensor) -> Tensor:
+def compute_once(module: nn.Module, spec: Spec, x: Tensor, fold: FoldCache) -> Tensor:
+    """`compute`, without the module's own checkpointing."""
     params = pixel_params(module, spec) if spec.residual and is_map(spec, x) else None
     if params is None:
         q, k, v = project(module, spec, x)
         return merge(module, spec, attend(q, k, v, scale=spec.scale), x)
     norm: Any = module.get_submodule(spec.norm or "")
+    groups, heads, eps = norm.num_groups, spec.num_heads, norm.eps
     pixels = x if x.ndim == 4 else x.flatten(2).unsqueeze(3)
-    y = attend_pixels(pixels, params, norm.num_groups, spec.num_heads, norm.eps).reshape(x.shape)
+    if may_fold(x) and not module.training and keeps_memory(spec):
+        y = attend_folded(pixels, fold.get(params, x, heads), groups, eps)
+    else:
+        y = attend_pixels(pixels, params, groups, heads, eps)
+    y = y.reshape(x.shape)
     return y if spec.divisor == 1 else y / spec.divisor
+
+
+def keeps_memory(spec: Spec) -> bool:
+    """Whether `pixel_params` are views of the module's own, by which a fold knows them again."""
+    return spec.order == "qkv g d" or spec.num_heads == 1
 
 
 def pixel_params(module: nn.Module, spec: Spec) -> PixelParams | None:
@@ -154,10 +177,17 @@ def pixel_params(module: nn.Module, spec: Spec) -> PixelParams | None:
 
 
 def bias_of(layer: Any) -> Tensor:
-    """A layer's bias; zeros where it has none."""
+    """A layer's bias; zeros where it has none, the same tensor each time."""
     if layer.bias is None:
-        return layer.weight.new_zeros(layer.weight.shape[0])
+        weight = layer.weight
+        return zeros(weight.shape[0], weight.dtype, weight.device)
     return layer.bias
+
+
+@functools.lru_cache(maxsize=64)
+def zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A vector of zeros that is kept."""
+    return torch.zeros(size, dtype=dtype, device=device)
 
 
 def is_hooked(layer: nn.Module) -> bool:
