@@ -3,6 +3,8 @@
 import operator
 from typing import Any
 
+from torch import Tensor
+
 from regard.errors import InputError
 
 
@@ -41,3 +43,18 @@ def pair(value: Any, name: str) -> tuple[int, int]:
     if len(sides) != 2:
         raise InputError(f"{name}={value!r}: give a positive integer, or two as (height, width)")
     return count(sides[0], name), count(sides[1], name)
+
+
+def check_images(images: Tensor, channels: int) -> None:
+    """Refuse what is no batch of images with this many channels."""
+    if images.ndim != 4:
+        raise InputError(
+            f"images have shape {tuple(images.shape)}; give (batch, channels, height, width)"
+        )
+    if not images.is_floating_point():
+        raise InputError(
+            f"images have dtype {images.dtype}; give floating-point pixels, normalised as in "
+            "training"
+        )
+    if images.shape[1] != channels:
+        raise InputError(f"images have {images.shape[1]} channels; this model takes {channels}")

@@ -43,3 +43,10 @@ def native_products(device: str) -> AbstractContextManager[None]:
     if product_dtype(dtype, device) == dtype:
         return nullcontext()
     return torch.autocast(device, enabled=False)
+
+
+def may_overwrite(*operands: Tensor) -> bool:
+    """Whether intermediate results may be written over: no autograd, nothing traced."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in operands))

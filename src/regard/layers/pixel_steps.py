@@ -6,7 +6,7 @@ from torch.nn.functional import linear
 
 from regard.layers.attend import attend
 from regard.layers.group_norm import group_norm
-from regard.layers.hardware import working_dtype
+from regard.layers.hardware import may_overwrite, working_dtype
 
 
 def normed_tokens(
@@ -17,16 +17,9 @@ def normed_tokens(
     return z.flatten(2).transpose(1, 2)  # b c h w -> b (h w) c
 
 
-def _in_place(*operands: Tensor) -> bool:
-    """Whether results may be written where they are wanted: no autograd, nothing traced."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in operands))
-
-
 def project(tokens: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """tokens weightᵀ + bias, row-contiguous."""
-    if tokens.is_contiguous() or not _in_place(tokens, weight, bias):
+    if tokens.is_contiguous() or not may_overwrite(tokens, weight, bias):
         return linear(tokens.contiguous(), weight, bias)
     # The product reads the transposed map as it is, where linear would copy it.
     return torch.baddbmm(bias, tokens, weight.t().expand(len(tokens), -1, -1))
@@ -43,7 +36,7 @@ def attend_packed(packed: Tensor, num_heads: int) -> Tensor:
 def add_projected(x: Tensor, mixed: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x (b, c, h, w) + image(mixed weightᵀ + bias), in x's dtype and memory format."""
     b, c, h, w = x.shape
-    if not _in_place(x, mixed, weight, bias):
+    if not may_overwrite(x, mixed, weight, bias):
         out = linear(mixed, weight, bias).transpose(1, 2).reshape(b, c, h, w)
         return (x + out).to(x.dtype)
     # The product is added to x + bias where that lies: the residual costs no pass of its own.

@@ -1,5 +1,7 @@
 """Two-dimensional sine-cosine positions."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -44,3 +46,16 @@ def sincos_2d(
     x = torch.cat((x.sin(), x.cos()), dim=1)[None, :, :].expand(h, w, dim // 2)
     y = torch.cat((y.sin(), y.cos()), dim=1)[:, None, :].expand(h, w, dim // 2)
     return torch.cat((x, y), dim=2).reshape(h * w, dim)
+
+
+def sincos_2d_once(h: int, w: int, dim: int, device: torch.device) -> Tensor:
+    """`sincos_2d`, computed once for each of the last few grids; not to be written to."""
+    if torch.compiler.is_compiling():
+        return sincos_2d(h, w, dim, device=device)
+    return _kept(h, w, dim, device)
+
+
+@functools.lru_cache(maxsize=8)
+def _kept(h: int, w: int, dim: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return sincos_2d(h, w, dim, device=device)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import InputError, nearest
+from regard.layers.hardware import may_overwrite
 
 Form = Literal["unit", "rms", "layer"]
 FORMS: tuple[str, ...] = get_args(Form)
@@ -14,15 +15,6 @@ FORMS: tuple[str, ...] = get_args(Form)
 # The smallest length, and the smallest mean square, that is divided by; zeros stay zeros.
 UNIT_EPS = 1e-12
 RMS_EPS = 1e-6
-
-
-def unit_norm(x: Tensor) -> Tensor:
-    """x / max(‖x‖₂, 1e-12) over the last dimension, computed and returned in float32 or wider.
-
-    As `torch.nn.functional.normalize`, except that float16 zeros give zeros, not NaN.
-    """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return nn.functional.normalize(x, dim=-1, eps=UNIT_EPS)
 
 
 class QKNorm(nn.Module):
@@ -39,7 +31,8 @@ class QKNorm(nn.Module):
     "unit" is the norm of vit-pytorch's `simple_vit_with_qk_norm` (after ViT-22B,
     arXiv 2302.05442): queries and keys start as unit vectors and no 1/√d follows, so a logit
     starts as a cosine. "rms" and "layer" are what most other projects call QK norm: the norm is
-    followed by the usual 1/√d. The norm is computed in float32; the result has x's dtype.
+    followed by the usual 1/√d. The norm is computed in float32; the result has x's dtype. In the
+    "unit" form a length below 1e-12 counts as 1e-12, in float16 too: zeros stay zeros.
     """
 
     def __init__(
@@ -69,15 +62,19 @@ class QKNorm(nn.Module):
         """Normalise x (…, g, n, d); same shape and dtype."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         d = x.shape[-1]
-        if self.form == "unit":
-            normed = unit_norm(wide) * math.sqrt(d)
-        elif self.form == "rms":
-            normed = nn.functional.rms_norm(wide, (d,), eps=RMS_EPS)
-        else:
+        gain = self.gamma.to(wide.dtype)
+        if self.form == "layer":
             normed = nn.functional.layer_norm(wide, (d,), eps=RMS_EPS)
-        normed = normed * self.gamma
+        else:
+            length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+            if self.form == "unit":
+                gain = gain * math.sqrt(d)
+                normed = wide / length.clamp_min(UNIT_EPS)
+            else:
+                normed = wide * torch.rsqrt(length.square() / d + RMS_EPS)
+        normed = normed.mul_(gain) if may_overwrite(normed, gain) else normed * gain
         if self.beta is not None:
-            normed = normed + self.beta
+            normed = normed + self.beta.to(wide.dtype)
         return normed.to(x.dtype)
 
     def extra_repr(self) -> str:

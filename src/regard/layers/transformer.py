@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from regard.layers.attend import attend
+from regard.layers.hardware import may_overwrite
+from regard.layers.linear import LayerNorm, Linear
 from regard.layers.qk_norm import Form, QKNorm, logit_scale
 
 
@@ -30,14 +32,14 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.dim_head = dim_head
         self.scale = logit_scale(qk_norm, dim_head)
-        self.norm = nn.LayerNorm(dim, device=device, dtype=dtype)
-        self.qkv = nn.Linear(dim, 3 * inner, bias=False, device=device, dtype=dtype)
+        self.norm = LayerNorm(dim, device=device, dtype=dtype)
+        self.qkv = Linear(dim, 3 * inner, bias=False, device=device, dtype=dtype)
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         if qk_norm is not None:
             self.q_norm = QKNorm(qk_norm, num_heads, dim_head, device=device, dtype=dtype)
             self.k_norm = QKNorm(qk_norm, num_heads, dim_head, device=device, dtype=dtype)
-        self.out = nn.Linear(inner, dim, bias=False, device=device, dtype=dtype)
+        self.out = Linear(inner, dim, bias=False, device=device, dtype=dtype)
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The tensors given to `attend`, each (b, g, n, d), from tokens x (b, n, dim)."""
@@ -64,12 +66,16 @@ class MLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(dim, device=device, dtype=dtype)
-        self.up = nn.Linear(dim, hidden, device=device, dtype=dtype)
-        self.down = nn.Linear(hidden, dim, device=device, dtype=dtype)
+        self.norm = LayerNorm(dim, device=device, dtype=dtype)
+        self.up = Linear(dim, hidden, device=device, dtype=dtype)
+        self.down = Linear(hidden, dim, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.gelu(self.up(self.norm(x))))
+        hidden = self.up(self.norm(x))
+        if may_overwrite(hidden) and not self.up._forward_hooks:
+            # Memory of this size comes fresh from the system, page by page, each time.
+            return self.down(torch.ops.aten.gelu_(hidden))
+        return self.down(nn.functional.gelu(hidden))
 
 
 def drop_path(branch: Tensor, rate: float) -> Tensor:

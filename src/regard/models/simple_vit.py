@@ -8,10 +8,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from regard.errors import InputError
-from regard.layers.checks import count, pair, share
+from regard.layers.checks import check_images, count, pair, share
 from regard.layers.conv_stem import ConvStem
+from regard.layers.hardware import native_products, working_dtype
+from regard.layers.linear import LayerNorm, Linear
 from regard.layers.patches import check_divisible, keep_some, patchify
-from regard.layers.positions import check_position_dim, sincos_2d
+from regard.layers.positions import check_position_dim, sincos_2d_once
 from regard.layers.qk_norm import Form, check_form
 from regard.layers.transformer import Block
 
@@ -34,9 +36,9 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         self.patch = patch
         width = channels * patch[0] * patch[1]
-        self.norm_in = nn.LayerNorm(width, device=device, dtype=dtype)
-        self.project = nn.Linear(width, dim, device=device, dtype=dtype)
-        self.norm_out = nn.LayerNorm(dim, device=device, dtype=dtype)
+        self.norm_in = LayerNorm(width, device=device, dtype=dtype)
+        self.project = Linear(width, dim, device=device, dtype=dtype)
+        self.norm_out = LayerNorm(dim, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Draw the projection anew, LeCun-normal, with zero biases."""
@@ -44,7 +46,8 @@ class PatchEmbedding(nn.Module):
         nn.init.zeros_(self.project.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.norm_out(self.project(self.norm_in(patchify(images, self.patch))))
+        patches = patchify(images.to(working_dtype(images)), self.patch)
+        return self.norm_out(self.project(self.norm_in(patches)))
 
 
 class SimpleViT(nn.Module):
@@ -146,11 +149,11 @@ class SimpleViT(nn.Module):
             Block(dim, heads, dim_head, mlp_dim, qk_norm, rate, device=device, dtype=dtype)
             for rate in rates
         )
-        self.norm = nn.LayerNorm(dim, device=device, dtype=dtype)
-        self.features_norm = nn.LayerNorm(dim, device=device, dtype=dtype)
+        self.norm = LayerNorm(dim, device=device, dtype=dtype)
+        self.features_norm = LayerNorm(dim, device=device, dtype=dtype)
         self.classifier: nn.Linear | None = None
         if num_classes is not None:
-            self.classifier = nn.Linear(dim, num_classes, device=device, dtype=dtype)
+            self.classifier = Linear(dim, num_classes, device=device, dtype=dtype)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -170,18 +173,8 @@ class SimpleViT(nn.Module):
 
     def grid(self, images: Tensor) -> tuple[int, int]:
         """Rows and columns of patches of `images` (b, c, h, w), or a refusal."""
-        if images.ndim != 4:
-            raise InputError(
-                f"images have shape {tuple(images.shape)}; give (batch, channels, height, width)"
-            )
-        if not images.is_floating_point():
-            raise InputError(
-                f"images have dtype {images.dtype}; give floating-point pixels, normalised as in "
-                "training"
-            )
-        _, channels, height, width = images.shape
-        if channels != self.channels:
-            raise InputError(f"images have {channels} channels; this model takes {self.channels}")
+        check_images(images, self.channels)
+        height, width = images.shape[2:]
         check_divisible(height, width, self.patch_size)
         return height // self.patch_size[0], width // self.patch_size[1]
 
@@ -190,9 +183,15 @@ class SimpleViT(nn.Module):
 
         In training `patch_dropout` leaves some out.
         """
+        with native_products(images.device.type):
+            return self._tokens(images).to(images.dtype)
+
+    def _tokens(self, images: Tensor) -> Tensor:
+        """`tokens` in the dtype to compute in."""
         h, w = self.grid(images)
         x = self.embed(images)
-        x = x + sincos_2d(h, w, x.shape[-1], device=x.device).to(x.dtype)
+        x = x.to(working_dtype(x))
+        x = x + sincos_2d_once(h, w, x.shape[-1], x.device).to(x.dtype)
         if self.training and self.patch_dropout > 0:
             x = keep_some(x, self.patch_dropout)
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
@@ -200,11 +199,21 @@ class SimpleViT(nn.Module):
             x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
         return self.norm(x)
 
+    def _features(self, images: Tensor) -> Tensor:
+        """`features` in the dtype to compute in."""
+        return self.features_norm(self._tokens(images).mean(dim=1))
+
     def features(self, images: Tensor) -> Tensor:
         """What stands before the classifier (b, dim): LayerNorm of the mean token."""
-        return self.features_norm(self.tokens(images).mean(dim=1))
+        with native_products(images.device.type):
+            return self._features(images).to(images.dtype)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits (b, num_classes), or features (b, dim) where num_classes is None."""
-        features = self.features(images)
-        return features if self.classifier is None else self.classifier(features)
+        """Logits (b, num_classes), or features (b, dim) where num_classes is None.
+
+        They have the images' dtype, under autocast too.
+        """
+        with native_products(images.device.type):
+            out = self._features(images)
+            out = out if self.classifier is None else self.classifier(out)
+            return out.to(images.dtype)
