@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from regard import InputError, PixelAttention, SimpleViT, attend
-from regard.record import attention_health, class_relevance, record
-from regard.record.calls import Call
+from regard.record import attention_health, calls, class_relevance, record
 from tests.reference.handmade import Handmade, known_weights, left_neighbour, own_row, top_right
 
 
@@ -381,7 +380,8 @@ def test_chosen_queries_are_rows_of_all_weights():
 
 @pytest.mark.parametrize("limit", [1, 200, 2000, 1 << 20])
 def test_reductions_in_blocks_of_any_size_equal_those_of_all_weights(limit, monkeypatch):
-    monkeypatch.setattr(Call.blocks, "__defaults__", (limit,))
+    monkeypatch.setattr(calls, "BLOCK_BYTES", limit)
+    monkeypatch.setattr(calls, "LEAST_ROWS", 1)
     kinds = ("weights", "mean", "received", "entropy", "largest_logit")
     for how in ("sdpa", "einsum"):
         model, x = Projected(how), 3 * torch.randn(3, 7, 8)

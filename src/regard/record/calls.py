@@ -7,17 +7,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Bytes of float32 scores in one block.
+# Bytes of float32 scores in one block, for each image of the batch and at most: small beside what
+# a forward holds anyway, and in a CPU's cache. A block has at least so many rows of a head, or
+# all of them, so that the product is worth its reading of the keys.
+IMAGE_BYTES = 512 << 10
 BLOCK_BYTES = 4 << 20
+LEAST_ROWS = 64
 
 
 class Block(NamedTuple):
-    """Weights of some images, heads and queries, with the logits they came from."""
+    """Logits (images, heads, rows, m) of a part of the batch, free to be overwritten."""
 
     images: slice
     heads: slice
     rows: slice
-    weights: Tensor
     logits: Tensor
 
 
@@ -81,45 +84,46 @@ class Call:
             return wide(self.weights[:, :, index])
         return self._logits(slice(None), slice(None), index).softmax(-1)
 
-    def blocks(self, limit: int = BLOCK_BYTES) -> Iterator[Block]:
-        """All weights, in blocks whose scores take at most `limit` bytes (or one row)."""
+    def blocks(self) -> Iterator[Block]:
+        """All logits, in blocks of bounded size (see `IMAGE_BYTES`)."""
         b, g, n, m = self.shape
         row = 4 * m
-        rows = min(n, max(1, limit // row))
+        limit = min(BLOCK_BYTES, IMAGE_BYTES * b)
+        rows = min(n, max(LEAST_ROWS, limit // row))
         heads = min(g, max(1, limit // (row * n))) if rows == n else 1
         images = min(b, max(1, limit // (row * n * g))) if heads == g else 1
         for some_images in _slices(b, images):
             for some_heads in _slices(g, heads):
                 for some_rows in _slices(n, rows):
-                    yield self._block(some_images, some_heads, some_rows)
-
-    def _block(self, images: slice, heads: slice, rows: slice) -> Block:
-        if self.weights is not None and self.logits is not None:
-            weights = wide(self.weights[images, heads, rows])
-            logits = wide(self.logits[images, heads, rows])
-        else:
-            logits = self._logits(images, heads, rows)
-            weights = logits.softmax(-1)
-        return Block(images, heads, rows, weights, logits)
+                    logits = self._logits(some_images, some_heads, some_rows)
+                    yield Block(some_images, some_heads, some_rows, logits)
 
     def _logits(self, images: slice, heads: slice, rows: slice | Tensor) -> Tensor:
-        """scale · q kᵀ + mask for a part; a masked place gets a large negative number."""
+        """scale · q kᵀ + mask for a part, made anew; a masked place gets a large negative number.
+
+        A finite one keeps 0 · logit a number in the entropy.
+        """
+        if self.logits is not None:
+            logits = wide(self.logits[images, heads][:, :, rows])
+            return logits.clamp(min=_floor(logits))
         q, k = self._queries_keys()
-        q, k = wide(q[images, heads][:, :, rows]), wide(k[images, heads])
-        logits = torch.matmul(q, k.mT).mul_(self.scale)  # b g n d, b g m d -> b g n m
+        q, k = wide(q[images, heads][:, :, rows]) * self.scale, wide(k[images, heads])
+        logits = torch.matmul(q, k.mT)  # b g n d, b g m d -> b g n m
+        if self.mask is None and not self.causal:
+            return logits
         if self.mask is not None:
-            b, g, n, m = self.shape
-            mask = self.mask.expand(b, g, n, m)[images, heads][:, :, rows]
+            mask = self.mask.expand(self.shape)[images, heads][:, :, rows]
             logits = logits + mask
         if self.causal:
             n, m = self.shape[2:]
             positions = torch.arange(n, device=q.device)[rows, None]
             later = torch.arange(m, device=q.device) > positions
             logits = logits.masked_fill(later, -torch.inf)
-        if self.mask is not None or self.causal:
-            # A finite floor keeps 0 · logit a number in the entropy.
-            logits = logits.clamp_(min=torch.finfo(logits.dtype).min / 4)
-        return logits
+        return logits.clamp_(min=_floor(logits))
+
+
+def _floor(logits: Tensor) -> float:
+    return torch.finfo(logits.dtype).min / 4
 
 
 def wide(x: Tensor) -> Tensor:

@@ -26,8 +26,9 @@ def received(weights: Tensor) -> Tensor:
 def reduce_call(call: Call, keep: Iterable[str]) -> dict[str, Tensor]:
     """The kinds in `keep` but weights and chosen queries, never holding n × m at once.
 
-    With logits s, their row maximum t and weights A = softmax(s): the entropy of a row is
-    -log max_j A_j - Σ_j A_j (s_j - t), which needs no logarithm of every weight.
+    With logits s, their row maximum t and e_j = exp(s_j - t), l = Σ_j e_j: weights are e / l, and
+    the entropy of a row is log l - Σ_j e_j (s_j - t) / l, which needs no logarithm of a weight.
+    Two buffers of a block's size are held.
     """
     b, g, n, m = call.shape
     kinds = set(keep)
@@ -43,19 +44,29 @@ def reduce_call(call: Call, keep: Iterable[str]) -> dict[str, Tensor]:
         out["entropy"] = like.new_empty(b, g, n)
     if "largest_logit" in kinds:
         out["largest_logit"] = like.new_full((b, g), -torch.inf)
-    for images, heads, rows, weights, logits in call.blocks():
-        if "weights" in out:
-            out["weights"][images, heads, rows] = weights
-        if "mean" in out:
-            out["mean"][images, rows] += weights.sum(1) / g
-        if "received" in out:
-            out["received"][images, heads] += weights.sum(-2) / n
-        if "entropy" in out or "largest_logit" in out:
-            top = logits.amax(-1, keepdim=True)
+    for images, heads, rows, logits in call.blocks():
+        top = logits.amax(-1, keepdim=True)
         if "largest_logit" in out:
             part = out["largest_logit"][images, heads]
             torch.maximum(part, top.amax((-1, -2)), out=part)
+        if kinds == {"largest_logit"}:
+            continue
+        shifted = logits.sub_(top)
+        e = shifted.exp()
+        total = e.sum(-1, keepdim=True)
         if "entropy" in out:
-            mean_logit = torch.linalg.vecdot(weights, logits - top)
-            out["entropy"][images, heads, rows] = -weights.amax(-1).log() - mean_logit
+            mean = shifted.mul_(e).sum(-1) / total[..., 0]
+            out["entropy"][images, heads, rows] = total[..., 0].log() - mean
+        if "received" in out:
+            # Σ_i e_ij / l_i as a product, which takes one reading of e
+            share = total.reciprocal().mT @ e
+            out["received"][images, heads] += share[..., 0, :] / n
+        if "weights" in out or "mean" in out:
+            weights = e.div_(total)
+            if "weights" in out:
+                out["weights"][images, heads, rows] = weights
+            if "mean" in out:
+                out["mean"][images, rows] += weights.sum(1) / g
+    if "weights" in out and call.weights is not None:
+        out["weights"] = wide(call.weights).clone()  # to the bit those that the model made
     return out

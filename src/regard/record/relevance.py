@@ -85,9 +85,9 @@ def _through(row: Tensor, call: Call, gradient: Tensor) -> Tensor:
     heads = call.shape[1]
     gradient = gradient.to(row.dtype)
     values = call.v.to(row.dtype)
-    for images, some, rows, weights, _ in call.blocks():
+    for images, some, rows, logits in call.blocks():
         slope = gradient[images, some, rows] @ values[images, some].mT  # b g n e, b g m e
-        weighted = (weights * slope).clamp_(min=0)
+        weighted = slope.mul_(logits.softmax(-1)).clamp_(min=0)
         out[images] += torch.einsum("bn,bgnm->bm", row[images, rows], weighted) / heads
     return out
 
