@@ -1,1 +1,1 @@
-"""A run folder to something shipped."""
+"""A run folder to something shipped: predictions, exported files."""

@@ -172,8 +172,7 @@ def _open(raw: bytes) -> Any:
 def _decode_jpeg(raw: bytes) -> np.ndarray | None:
     """A plain JPEG by the fast decoder, or None where Pillow has to look: (h, w, c)."""
     simplejpeg = _simplejpeg()
-    # Exif may turn the picture, Adobe's marker may change what the components mean.
-    if simplejpeg is None or b"Exif\0" in raw or b"Adobe" in raw:
+    if simplejpeg is None or not _is_plain_jpeg(raw):
         return None
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(raw, strict=True)
@@ -183,6 +182,22 @@ def _decode_jpeg(raw: bytes) -> np.ndarray | None:
         return simplejpeg.decode_jpeg(raw, "Gray" if space == "Gray" else "RGB", strict=True)
     except ValueError:
         return None  # Pillow gives the verdict, and the reason
+
+
+def _is_plain_jpeg(raw: bytes) -> bool:
+    """Whether nothing before the first scan turns the picture or redefines its components.
+
+    APP1 holds Exif and XMP, which may do the former; APP14 is Adobe's, which may do the latter.
+    """
+    at = 2
+    while raw[at : at + 1] == b"\xff":
+        marker = raw[at + 1] if at + 1 < len(raw) else 0
+        if marker in (0xE1, 0xEE):
+            return False
+        if marker == 0xDA:  # start of scan
+            return True
+        at += 2 + int.from_bytes(raw[at + 2 : at + 4], "big")
+    return False
 
 
 def _decode_pillow(raw: bytes) -> np.ndarray:

@@ -1,0 +1,130 @@
+"""The model card that lies beside an exported file."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from regard.deploy.facts import FileFacts
+from regard.deploy.table import as_markdown
+
+MANY = 40
+
+
+def model_card(facts: FileFacts, path: Path, about: Mapping[str, Any]) -> str:
+    """Markdown: what the file is, how to use it, data, classes, figures and limits.
+
+    `about` is what the run folder says: see `Source.about`.
+    """
+    sections = [
+        f"# {path.name}\n\n{introduction(facts, about)}",
+        f"## Use\n\n{use(facts, path)}",
+        f"## Data\n\n{data(facts, about)}",
+        f"## Figures\n\n{figures(facts, about)}",
+        f"## Limits\n\n{limits(facts, about)}",
+        f"## Licence\n\n{facts.licence}",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def introduction(facts: FileFacts, about: Mapping[str, Any]) -> str:
+    """What the model is and where it comes from."""
+    options = {k: v for k, v in facts.model.items() if k not in ("name", "num_classes")}
+    said = ", ".join(f"{key} {value}" for key, value in options.items())
+    return (
+        f"An image classifier: {facts.model['name']}{f' ({said})' if said else ''}, "
+        f"{len(facts.classes)} classes, {facts.precision}. Exported by regard "
+        f"{facts.versions['regard']} with torch {facts.versions['torch']} from the run "
+        f"`{facts.run['name']}` after {about['step']:,} steps (SHA-256 of the weights "
+        f"`{facts.run['sha256'][:16]}`)."
+    )
+
+
+def use(facts: FileFacts, path: Path) -> str:
+    """The file's input and output, and everything another program has to do."""
+    pre, (h, w) = facts.preprocess, facts.preprocess.size
+    c = pre.channels
+    free = ", ".join(facts.dynamic)
+    if facts.takes == "image":
+        return (
+            f"Input `images`: uint8 (batch, height, width, {c}), {colours(c)}, of any size; "
+            f"dynamic: {free}. Resizing ({pre.fit}, to {h} × {w}), normalising and the softmax "
+            "are inside.\nOutput `probabilities`: float32 (batch, "
+            f"{len(facts.classes)}), in the order of the classes."
+        )
+    fits = {
+        "stretch": f"resized to {h} × {w}, whatever their shape",
+        "crop": f"cut to the largest centred part of the shape {h} : {w}, resized to {h} × {w}",
+        "letterbox": f"resized to fit inside {h} × {w} and padded with the mean, centred",
+    }
+    multiple = (
+        f" Height and width must be multiples of {facts.multiple[0]} and {facts.multiple[1]}."
+        if "height" in facts.dynamic
+        else f" Height and width are {h} and {w}; another size is refused."
+    )
+    return (
+        f"Input `images`: float32 (batch, {c}, height, width), {colours(c)}; dynamic: {free}."
+        f"{multiple} Pictures are {fits[pre.fit]} by bilinear interpolation with antialiasing in "
+        f"floating point, then (v / 255 - mean) / std with mean {list(pre.mean)} and std "
+        f"{list(pre.std)}.\nOutput `logits`: float32 (batch, {len(facts.classes)}), in the order "
+        "of the classes; a softmax makes them probabilities."
+    )
+
+
+def colours(channels: int) -> str:
+    """The order of the channels, in words."""
+    return "RGB" if channels == 3 else "grey"
+
+
+def data(facts: FileFacts, about: Mapping[str, Any]) -> str:
+    """What it was trained on, and the classes."""
+    names = [f"`{name}`" for name in facts.classes[:MANY]]
+    rest = len(facts.classes) - len(names)
+    return (
+        f"Trained on {about['data']}. Classes, in order: {', '.join(names)}"
+        f"{f' and {rest} more, which the metadata list' if rest else ''}."
+    )
+
+
+def figures(facts: FileFacts, about: Mapping[str, Any]) -> str:
+    """The table, what it was measured on, and the run's own evaluation."""
+    numbers = facts.figures
+    measured = (
+        f"On {numbers['images']:,} images of {numbers['proven_on']}; latency on "
+        f"{numbers['machine']}, {numbers['threads']} threads, in one interleaved run:"
+    )
+    parts = [measured, as_markdown(numbers)]
+    if numbers["tolerance"] is not None:
+        what = "logit" if facts.takes == "tensor" else "probability"
+        what = what if facts.precision == "fp32" else "probability"
+        parts.append(f"The file is kept because no {what} differs by more than "
+                     f"{numbers['tolerance']:g} from the model's.")  # fmt: skip
+    held = about["evaluation"]
+    if held:
+        parts.append(
+            f"The run itself: accuracy {held['accuracy']:.2%}, balanced accuracy "
+            f"{held['balanced_accuracy']:.2%}, macro F1 {held['macro_f1']:.3f} on "
+            f"{held['images']:,} images ({held['split']})."
+        )
+    return "\n\n".join(parts)
+
+
+def limits(facts: FileFacts, about: Mapping[str, Any]) -> str:
+    """What not to expect."""
+    lines = [
+        f"It names one of {len(facts.classes)} classes for every picture, also for one that shows "
+        "none of them; a low probability is a hint, no proof.",
+        "The figures hold for images like those it was measured on; measure it on your own before "
+        "you rely on it.",
+    ]
+    held = about["evaluation"]
+    scored = [row for row in (held or {}).get("per_class", []) if row["support"]]
+    if scored:
+        weakest = sorted(scored, key=lambda row: row["recall"])[:3]
+        said = ", ".join(f"`{r['class']}` {r['recall']:.0%}" for r in weakest)
+        lines.append(f"It finds these classes least: {said} (recall).")
+    if facts.precision == "int8":
+        lines.append(
+            "Weights and activations of the linear layers are rounded to 8 bits; single "
+            "probabilities can differ visibly from the model's."
+        )
+    return "\n".join(f"- {line}" for line in lines)
