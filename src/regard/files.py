@@ -113,7 +113,19 @@ def write_weights(
     owned = {key: tensors[key].detach().contiguous() for key in sorted(tensors)}
     data = save(owned, dict(metadata) if metadata else None)
     with atomic_write(path) as part:
-        part.write_bytes(data)
+        part.write_bytes(in_order(data))
+
+
+def in_order(data: bytes) -> bytes:
+    """A safetensors file with its metadata sorted; the library writes them in a random order."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    if "__metadata__" not in header:
+        return data
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    return len(text).to_bytes(8, "little") + text + data[end:]
 
 
 def read_weights(path: str | Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
@@ -122,6 +134,17 @@ def read_weights(path: str | Path, device: str | torch.device = "cpu") -> dict[s
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist; give a .safetensors file") from None
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} is not a whole safetensors file ({error})") from None
+
+
+def read_metadata(path: str | Path) -> dict[str, str]:
+    """The metadata of a safetensors file; empty where it has none."""
+    try:
+        with safe_open(Path(path), framework="pt") as file:
+            return dict(file.metadata() or {})
     except FileNotFoundError:
         raise InputError(f"{path} does not exist; give a .safetensors file") from None
     except (SafetensorError, OSError) as error:
