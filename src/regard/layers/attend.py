@@ -14,7 +14,9 @@ from regard.layers.attend_choice import (
     Problem,
     block_bytes,
     check_kernel,
+    check_score_dtype,
     choose,
+    may_round,
 )
 from regard.layers.attend_function import (
     EagerKernelAttention,
@@ -54,7 +56,7 @@ def attend(
             grow with them); where it is not faster, scores stay in float32.
         kernel: "plain" (all scores at once), "sdpa" (torch's fused attention), "blocked" (blocks
             of queries, recomputed in backward) or "auto", which `explain` explains.
-            `attention_kernel` forces one from outside.
+            `attention_kernel` forces one, and another score_dtype, from outside.
 
     Returns:
         (…, n, e) with the inputs' dtype. Under autocast the operands, float64 excepted, are
@@ -131,7 +133,7 @@ def describe(q: Tensor, k: Tensor, v: Tensor, score_dtype: torch.dtype, grad: bo
         d=d,
         e=v.shape[3],
         grad=grad,
-        rounded=torch.promote_types(q.dtype, score_dtype).itemsize < 4,
+        rounded=may_round(q.dtype, score_dtype),
     )
 
 
@@ -193,5 +195,4 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor, score_dtype: torch.dtype) -> N
             f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; give one floating-point "
             "dtype, or run under autocast"
         )
-    if not score_dtype.is_floating_point:
-        raise InputError(f"score_dtype={score_dtype}: give torch.float32 or q's dtype")
+    check_score_dtype(score_dtype)

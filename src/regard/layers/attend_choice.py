@@ -25,9 +25,10 @@ PLAIN_SCORE_BYTES = 8 << 20
 
 
 class _Settings:
-    """What the user forces: a kernel, and the bytes of scores a block may hold."""
+    """What the user forces: see `attention_kernel`."""
 
     kernel: str | None = None
+    score_dtype: torch.dtype | None = None
     cache_bytes: int | None = None
 
 
@@ -35,23 +36,44 @@ _settings = _Settings()
 
 
 @contextmanager
-def attention_kernel(kernel: str, *, cache_bytes: int | None = None) -> Iterator[None]:
+def attention_kernel(
+    kernel: str,
+    *,
+    score_dtype: torch.dtype | None = None,
+    cache_bytes: int | None = None,
+) -> Iterator[None]:
     """Force the kernel of every `attend` in the block whose own `kernel` is "auto".
 
-    `kernel` is "plain", "sdpa", "blocked" or "auto"; `cache_bytes` sets the bytes of scores that
-    the blocked kernel holds at a time (by default 2 MiB on CPU, 256 MiB elsewhere). The setting
-    is the process's, not the thread's. What a forward pass chose, its backward pass uses.
+    `kernel` is "plain", "sdpa", "blocked" or "auto". `score_dtype` takes the place of every
+    call's own. `cache_bytes` sets the bytes of scores that the blocked kernel holds at a time (by
+    default 2 MiB on CPU, 256 MiB elsewhere). The settings are the process's, not the thread's.
+    What a forward pass chose, its backward pass uses.
     """
     check_kernel(kernel)
     if cache_bytes is not None and (isinstance(cache_bytes, bool) or cache_bytes < 1):
         raise InputError(f"cache_bytes={cache_bytes!r}: give a positive number of bytes")
-    before = _settings.kernel, _settings.cache_bytes
+    if score_dtype is not None:
+        check_score_dtype(score_dtype)
+    before = dict(vars(_settings))
     _settings.kernel = None if kernel == "auto" else kernel
-    _settings.cache_bytes = before[1] if cache_bytes is None else cache_bytes
+    _settings.score_dtype = score_dtype or _settings.score_dtype
+    _settings.cache_bytes = cache_bytes or _settings.cache_bytes
     try:
         yield
     finally:
-        _settings.kernel, _settings.cache_bytes = before
+        vars(_settings).clear()
+        vars(_settings).update(before)
+
+
+def check_score_dtype(score_dtype: torch.dtype) -> None:
+    """Refuse a dtype that holds no scores."""
+    if not score_dtype.is_floating_point:
+        raise InputError(f"score_dtype={score_dtype}: give torch.float32 or q's dtype")
+
+
+def may_round(dtype: torch.dtype, score_dtype: torch.dtype) -> bool:
+    """Whether scores of operands in `dtype` may be held in half precision."""
+    return torch.promote_types(dtype, _settings.score_dtype or score_dtype).itemsize < 4
 
 
 def check_kernel(kernel: str) -> None:
