@@ -219,7 +219,7 @@ def test_create_knows_the_sizes():
     ("name", "options", "message"),
     [
         ("simple-vit-x/16", {}, "there is no model 'simple-vit-x/16'; nearest: simple-vit"),
-        ("simple-vit-s", {}, "The number after the slash is the patch size"),
+        ("simple-vit-s", {}, "number after the slash of a simple-vit is the patch size"),
         ("simple-vit-s/0", {}, "there is no model"),
         ("simple-vit-s/16", {"image_sise": 32}, "no option 'image_sise'; nearest: image_size"),
     ],

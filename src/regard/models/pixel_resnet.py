@@ -1,0 +1,273 @@
+"""PixelResNet: a small convolutional net with pixel attention in its later stages."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from regard.errors import InputError
+from regard.layers.checks import check_images, count, pair
+from regard.layers.conv import MatrixConv
+from regard.layers.pixel_attention import PixelAttention
+
+WHITENING_EPS = 5e-4
+MOST_COMPONENTS = 24
+LARGEST_UNSTRIDED = 64
+CALIBRATION_BATCH = 256
+
+
+class WhiteningStem(nn.Module):
+    """GELU(± principal components of each patch + bias), each of about unit variance.
+
+    Patches p of side 2·stride, a stride apart, c·(2·stride)² numbers each, have the second moment
+    E[p pᵀ] = U diag(λ) Uᵀ. The kernel holds ± u_i / √(λ_i + 5e-4) for the largest (at most 24) λ_i.
+    It is a buffer, never trained; until `fit` has seen images it is ± a random orthonormal basis.
+
+    Source: hlb-CIFAR10 and airbench94 (Jordan 2024, arXiv 2404.00498).
+    """
+
+    kernel: Tensor
+
+    def __init__(
+        self,
+        channels: int,
+        stride: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.stride = stride
+        side = 2 * stride
+        self.components = min(MOST_COMPONENTS, channels * side * side)
+        kernel = torch.empty(2 * self.components, channels, side, side, device=device, dtype=dtype)
+        self.register_buffer("kernel", kernel)
+        self.bias = nn.Parameter(torch.empty(2 * self.components, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the basis anew; the bias becomes zero."""
+        half = self.kernel[: self.components]
+        nn.init.orthogonal_(half)
+        self.kernel[self.components :] = -half
+        nn.init.zeros_(self.bias)
+
+    @torch.no_grad()
+    def fit(self, images: Tensor) -> None:
+        """Whiten the patches of these images (b, c, h, w). In float64 on the CPU: the same bits
+        for every process that gives the same images."""
+        side = self.kernel.shape[-1]
+        moment = torch.zeros(self.kernel[0].numel(), self.kernel[0].numel(), dtype=torch.float64)
+        for chunk in images.cpu().double().split(CALIBRATION_BATCH):
+            patches = F.unfold(chunk, side, stride=self.stride).transpose(1, 2).flatten(0, 1)
+            moment += patches.T @ patches / len(patches) * len(chunk) / len(images)
+        values, vectors = torch.linalg.eigh(moment)
+        largest = vectors.T.flip(0)[: self.components]
+        scale = (values.flip(0)[: self.components].clamp(min=0) + WHITENING_EPS).rsqrt()
+        sign = largest.gather(1, largest.abs().argmax(1, keepdim=True)).sign()
+        half = (largest * sign * scale[:, None]).view(self.components, *self.kernel.shape[1:])
+        self.kernel.copy_(torch.cat([half, -half]))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.gelu(F.conv2d(images, self.kernel, self.bias, stride=self.stride))
+
+
+class Stage(nn.Module):
+    """x ← GELU(BN(pool(conv x)));  (depth - 1) × x ← x + GELU(BN(conv x));  x ← attention(x).
+
+    `pool` halves the map by the largest of 2×2. BN is a batch norm over one microbatch.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        width: int,
+        depth: int,
+        pool: bool,
+        attention: bool,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        inputs = [channels] + [width] * (depth - 1)
+        self.convs = nn.ModuleList(MatrixConv(c, width, device=device, dtype=dtype) for c in inputs)
+        self.norms = nn.ModuleList(
+            nn.BatchNorm2d(width, device=device, dtype=dtype) for _ in inputs
+        )
+        self.pool = pool
+        self.attention: nn.Module | None = None
+        if attention:
+            heads = width // 64 if width % 64 == 0 else 1
+            groups = math.gcd(width, 32)
+            self.attention = PixelAttention(width, heads, groups, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+            y = conv(x)
+            if i == 0 and self.pool:
+                y = F.max_pool2d(y, 2)
+            y = F.gelu(norm(y))
+            x = y if i == 0 else x + y
+        return x if self.attention is None else self.attention(x)
+
+
+class PixelResNet(nn.Module):
+    """A whitening stem, stages of convolutions, pixel attention in all but the first of them.
+
+    x = WhiteningStem(images);  Stage for each width;  features = largest of each channel over the
+    map;  logits = W features + bias.
+
+    Args:
+        image_size: the size to train and export at, an integer or (height, width), in pixels. It
+            decides the stem's stride and which stages halve their map (those whose map has two
+            rows and columns to halve); larger sizes work at call time.
+        num_classes: an integer adds a classifier, and the model returns logits (b, num_classes);
+            None returns the features (b, widths[-1]).
+        channels: image channels.
+        widths: channels of each stage.
+        depth: convolutions in each stage.
+        attention: pixel attention at the end of each stage but the first, with heads of 64.
+        stem_stride: pixels between patches of the stem; if None the smallest power of two that
+            leaves at most 64 a side: 1 up to 64 pixels, 2 up to 128, 4 up to 256.
+
+    Initialisation: convolutions as `MatrixConv`, attention the identity, norms gain 1 and bias 0,
+    the classifier zero (so the first loss is log num_classes). Call `initialise_from(images)`
+    before training and `calibrate(images)` before evaluation.
+
+    The norm is a batch norm, whose batch is what one call sees: with microbatches of a fixed size
+    training is the same for any number of processes, which the running averages that it keeps on
+    the way are not. `calibrate` replaces those by the statistics of given images under the weights
+    at hand (Wu & Johnson 2021, arXiv 2105.07576), averaged weights included. docs/results.md has
+    group norm beside it.
+
+    Source: the widths, stem and head of airbench94 (Jordan 2024, arXiv 2404.00498) for "s"; the
+    residuals and pixel attention are ours.
+    """
+
+    def __init__(
+        self,
+        *,
+        image_size: int | tuple[int, int],
+        num_classes: int | None,
+        channels: int = 3,
+        widths: Sequence[int] = (64, 256, 256),
+        depth: int = 2,
+        attention: bool = True,
+        stem_stride: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.image_size = pair(image_size, "image_size")
+        self.channels = count(channels, "channels")
+        self.num_classes = None if num_classes is None else count(num_classes, "num_classes")
+        if stem_stride is None:
+            stem_stride = stride_for(max(self.image_size))
+        #: The arguments that rebuild this model, JSON-ready: PixelResNet(**model.config).
+        self.config: dict[str, Any] = {
+            "image_size": list(self.image_size),
+            "num_classes": num_classes,
+            "channels": channels,
+            "widths": [count(width, "widths") for width in widths],
+            "depth": count(depth, "depth"),
+            "attention": bool(attention),
+            "stem_stride": count(stem_stride, "stem_stride"),
+        }
+        self.stem = WhiteningStem(channels, stem_stride, device=device, dtype=dtype)
+        side = min(self.image_size) // stem_stride - 1
+        halvings, inputs = 0, 2 * self.stem.components
+        self.stages = nn.ModuleList()
+        for i, width in enumerate(widths):
+            pool = side >> halvings >= 2
+            halvings += pool
+            attends = bool(attention) and i > 0
+            self.stages.append(
+                Stage(inputs, width, depth, pool, attends, device=device, dtype=dtype)
+            )
+            inputs = width
+        #: The shortest side that an image may have, in pixels: every stage keeps a pixel.
+        self.smallest = stem_stride * (2**halvings + 1)
+        check_sides(self.image_size[0], self.image_size[1], self.smallest)
+        self.classifier: nn.Linear | None = None
+        if num_classes is not None:
+            self.classifier = nn.Linear(inputs, num_classes, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew, as the class says."""
+        for module in self.modules():
+            if isinstance(module, (WhiteningStem, MatrixConv, PixelAttention, nn.BatchNorm2d)):
+                module.reset_parameters()
+        if self.classifier is not None:
+            nn.init.zeros_(self.classifier.weight)
+            nn.init.zeros_(self.classifier.bias)
+
+    def initialise_from(self, images: Tensor) -> None:
+        """Whiten the stem for training images (b, c, h, w), normalised as the model will see them.
+
+        Deterministic: the same images give the same bits. For a model that starts from scratch;
+        one that starts from trained weights has its stem already.
+        """
+        check_images(images, self.channels)
+        check_sides(images.shape[2], images.shape[3], self.smallest)
+        self.stem.fit(images)
+
+    @torch.no_grad()
+    def calibrate(self, images: Tensor) -> None:
+        """Take the norms' statistics for evaluation from these images (b, c, h, w).
+
+        Batches of about 256 are normed by themselves, as in training, and their means and
+        variances averaged. The result depends on weights and images only.
+        """
+        norms = [m for m in self.modules() if isinstance(m, nn.BatchNorm2d)]
+        momenta, training = [norm.momentum for norm in norms], self.training
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # the plain average over calls
+        self.train()
+        try:
+            for chunk in images.tensor_split(max(1, math.ceil(len(images) / CALIBRATION_BATCH))):
+                self.features(chunk)
+        finally:
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
+            self.train(training)
+
+    def features(self, images: Tensor) -> Tensor:
+        """What stands before the classifier (b, widths[-1])."""
+        check_images(images, self.channels)
+        check_sides(images.shape[2], images.shape[3], self.smallest)
+        if self.training and images.shape[0] < 2:
+            raise InputError(
+                f"a batch of {images.shape[0]} in training; batch norm needs 2 images or more. "
+                "Raise the microbatch, or call model.eval() to predict"
+            )
+        x = self.stem(images.contiguous(memory_format=torch.channels_last))
+        for stage in self.stages:
+            x = stage(x)
+        return x.amax(dim=(2, 3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (b, num_classes), or features (b, widths[-1]) where num_classes is None."""
+        features = self.features(images)
+        return features if self.classifier is None else self.classifier(features)
+
+
+def stride_for(side: int) -> int:
+    """The smallest power of two that leaves at most 64 of `side` pixels."""
+    return 2 ** max(0, math.ceil(math.log2(side / LARGEST_UNSTRIDED)))
+
+
+def check_sides(h: int, w: int, smallest: int) -> None:
+    """Refuse an image that the stages would halve to nothing."""
+    if min(h, w) < smallest:
+        raise InputError(
+            f"an image of height {h} and width {w} is too small for this model, which was built "
+            f"for sides of {smallest} pixels or more; resize it, or build the model with this "
+            "image_size"
+        )
