@@ -10,7 +10,8 @@ from PIL import Image
 
 from regard.errors import InputError
 from regard.images import UnreadableImage, decode, to_channels
-from regard.images.decode import _decode_jpeg, _decode_pillow, read_header
+from regard.images.decode import _check_size, _decode_pillow, read_header
+from regard.images.jpeg import decode_plain_jpeg
 
 RNG = np.random.default_rng(0)
 COLOUR = RNG.integers(0, 256, (5, 7, 3), np.uint8)
@@ -27,6 +28,10 @@ def pixels(raw, channels=3):
     tensor = decode(raw, channels)
     assert tensor.dtype == torch.uint8
     return tensor.permute(1, 2, 0).numpy()
+
+
+def decode_plain(raw):
+    return decode_plain_jpeg(raw, _check_size)
 
 
 def luma(colour):
@@ -194,8 +199,21 @@ def test_the_fast_jpeg_path_gives_pillows_bits(subsampling, progressive):
     coarse = Image.fromarray(RNG.integers(0, 256, (9, 11, 3), np.uint8))
     smooth = coarse.resize((93, 71), Image.Resampling.BICUBIC)
     raw = saved(smooth, "JPEG", quality=88, subsampling=subsampling, progressive=progressive)
-    fast = _decode_jpeg(raw)
+    fast = decode_plain(raw)
     assert fast is not None
     assert np.array_equal(fast, _decode_pillow(raw))
     grey = saved(smooth.convert("L"), "JPEG")
-    assert np.array_equal(_decode_jpeg(grey), _decode_pillow(grey))
+    assert np.array_equal(decode_plain(grey), _decode_pillow(grey))
+
+
+def test_jpegs_with_metadata_or_an_adobe_marker_go_to_pillow():
+    pytest.importorskip("simplejpeg")
+    smooth = Image.fromarray(COLOUR).resize((32, 32))
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    assert decode_plain(saved(smooth, "JPEG", exif=exif)) is None
+    assert decode_plain(saved(smooth.convert("CMYK"), "JPEG")) is None
+    assert decode_plain(saved(smooth, "JPEG", comment=b"Exif\0 Adobe")) is not None
+    xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="3"/></x:xmpmeta>'
+    turned = pixels(saved(smooth, "JPEG", xmp=xmp))
+    assert np.array_equal(turned, pixels(saved(smooth, "JPEG"))[::-1, ::-1])

@@ -20,7 +20,6 @@ the same settings and give the same bits; simplejpeg is faster.
 
 import functools
 import io
-import types
 import warnings
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import InputError, MissingExtraError, RegardError
+from regard.images.jpeg import decode_plain_jpeg
 
 _ORIENTATION = 0x0112
 
@@ -63,7 +63,7 @@ def decode(raw: bytes, channels: int, name: str = "picture") -> Tensor:
     """
     check_channels(channels)
     try:
-        pixels = _decode_jpeg(raw) if raw[:3] == b"\xff\xd8\xff" else None
+        pixels = decode_plain_jpeg(raw, _check_size)
         if pixels is None:
             pixels = _decode_pillow(raw)
     except MissingExtraError:
@@ -134,15 +134,6 @@ def _pillow() -> Any:
     return Image
 
 
-@functools.cache
-def _simplejpeg() -> types.ModuleType | None:
-    try:
-        import simplejpeg
-    except ImportError:
-        return None
-    return simplejpeg
-
-
 def pixel_limit() -> int | None:
     """Pictures with more pixels are refused; Pillow's own hard limit."""
     limit = _pillow().MAX_IMAGE_PIXELS
@@ -167,37 +158,6 @@ def _open(raw: bytes) -> Any:
         image = pillow.open(io.BytesIO(raw))
     _check_size(*image.size)
     return image
-
-
-def _decode_jpeg(raw: bytes) -> np.ndarray | None:
-    """A plain JPEG by the fast decoder, or None where Pillow has to look: (h, w, c)."""
-    simplejpeg = _simplejpeg()
-    if simplejpeg is None or not _is_plain_jpeg(raw):
-        return None
-    try:
-        height, width, space, _ = simplejpeg.decode_jpeg_header(raw, strict=True)
-        if space not in ("YCbCr", "Gray"):
-            return None
-        _check_size(width, height)
-        return simplejpeg.decode_jpeg(raw, "Gray" if space == "Gray" else "RGB", strict=True)
-    except ValueError:
-        return None  # Pillow gives the verdict, and the reason
-
-
-def _is_plain_jpeg(raw: bytes) -> bool:
-    """Whether nothing before the first scan turns the picture or redefines its components.
-
-    APP1 holds Exif and XMP, which may do the former; APP14 is Adobe's, which may do the latter.
-    """
-    at = 2
-    while raw[at : at + 1] == b"\xff":
-        marker = raw[at + 1] if at + 1 < len(raw) else 0
-        if marker in (0xE1, 0xEE):
-            return False
-        if marker == 0xDA:  # start of scan
-            return True
-        at += 2 + int.from_bytes(raw[at + 2 : at + 4], "big")
-    return False
 
 
 def _decode_pillow(raw: bytes) -> np.ndarray:

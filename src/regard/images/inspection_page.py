@@ -180,7 +180,7 @@ def _twins(
 
 
 def _likeness(twin: Twin) -> str:
-    return "the same pixels" if twin.similarity == 1 else f"alike by {twin.similarity:.3f} of 1"
+    return "the same pixels" if twin.similarity == 1 else f"similarity {twin.similarity:.4f}"
 
 
 def _groups(inspection: Inspection) -> str:
@@ -188,16 +188,15 @@ def _groups(inspection: Inspection) -> str:
     if not groups:
         return section("Exact duplicates", "No two pictures have the same pixels.", "")
     rows = "".join(
-        "<tr><td class=n>"
-        + f"{len(group)}</td><td class=name>"
+        "<tr><td class=name>"
         + "<br>".join(f"<code>{escape(inspection.name(place))}</code>" for place in group[:6])
         + (f"<br>and {len(group) - 6} more" if len(group) > 6 else "")
-        + "</td></tr>"
+        + f"</td><td class=n>{len(group)}</td></tr>"
         for group in groups[:_LISTED]
     )
     return section(
         "Exact duplicates",
         "Files with the same pixels, however they were saved.",
-        f"<div class=wide><table><tr><th class=n>copies<th>files</tr>{rows}</table></div>"
+        f"<div class=wide><table><tr><th>files<th class=n>copies</tr>{rows}</table></div>"
         f"{_more(len(groups))}",
     )

@@ -28,7 +28,7 @@ border-radius:99px;background:var(--card);cursor:pointer;font:13px ui-monospace,
 .fits>.grid{display:none}
 #fit-crop:checked~.fit-crop,#fit-letterbox:checked~.fit-letterbox,
 #fit-stretch:checked~.fit-stretch{display:grid}
-.grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(112px,1fr));gap:12px}
+.grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(96px,1fr));gap:12px}
 figure{margin:0;min-width:0}
 .grid img{width:100%;height:auto;border-radius:6px;display:block}
 .pixels{image-rendering:pixelated}
