@@ -43,6 +43,7 @@ class RunFolder:
         self.confusion_file = self.path / "confusion.csv"
         self.report_file = self.path / "report.html"
         self.checkpoints = self.path / "checkpoint"
+        self.exports = self.path / "export"
         self.tensorboard = self.path / "tensorboard"
         self.lock_file = self.path / ".lock"
 
@@ -65,7 +66,7 @@ class RunFolder:
         """A folder for a new run: `out`, which may not exist, or runs/NAME, runs/NAME-2, …"""
         if out is not None:
             out = Path(out)
-            if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            if out.exists() and not (out.is_dir() and cls(out).not_begun()):
                 raise InputError(
                     f"{out} exists already; add --resume to go on with the run in it, or give "
                     "another --out"
@@ -76,6 +77,11 @@ class RunFolder:
             number += 1
             path = Path("runs") / f"{name}-{number}"
         return cls(path)
+
+    def not_begun(self) -> bool:
+        """Whether there is nothing but what a run killed before its config.json leaves."""
+        early = (self.split_file.name, self.environment_file.name)
+        return all(p.name in early or p.name.startswith(".") for p in self.path.iterdir())
 
     def config(self) -> RunConfig:
         """What stands in config.json."""
