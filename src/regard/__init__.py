@@ -9,11 +9,20 @@ The axis letters, used everywhere: b batch, c channels, h w rows and columns (of
 patches), n tokens (m where keys and queries differ), g heads, d width of a head (e of its value).
 """
 
+from typing import TYPE_CHECKING, Any
+
 from regard.errors import InputError, MissingExtraError, RegardError
 from regard.layers.attend import attend
+from regard.layers.attend_choice import attention_kernel
+from regard.layers.attend_explain import explain
 from regard.layers.pixel_attention import PixelAttention, pixel_attention
 from regard.models.create import create
 from regard.models.simple_vit import SimpleViT
+from regard.record import record
+from regard.weights import accelerate, restore
+
+if TYPE_CHECKING:
+    from regard.deploy.predictor import load
 
 __version__ = "0.1.0"
 
@@ -23,7 +32,22 @@ __all__ = [
     "PixelAttention",
     "RegardError",
     "SimpleViT",
+    "accelerate",
     "attend",
+    "attention_kernel",
     "create",
+    "explain",
+    "load",
     "pixel_attention",
+    "record",
+    "restore",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # `load` reads run folders and pictures; who only wants a layer need not wait for that.
+    if name == "load":
+        from regard.deploy.predictor import load
+
+        return load
+    raise AttributeError(f"module 'regard' has no attribute {name!r}")
