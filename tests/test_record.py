@@ -426,6 +426,22 @@ def test_half_precision_weights_are_float32_softmaxes_of_the_half_operands():
     np.testing.assert_allclose(weights[0, 0], expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("how", ["attend", "sdpa", "einsum"])
+def test_under_autocast_the_cast_operands_are_recorded(how):
+    model = Projected(how)
+    x = 3 * torch.randn(2, 5, 8)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        plain = model(x)
+        with record(model) as seen:
+            assert torch.equal(model(x), plain)
+        q, k, _ = model.parts(x)
+    assert q.dtype == torch.bfloat16
+    expected = softmax_loop(q[1, 0].float(), k[1, 0].float(), 0.7)
+    # A softmax that the model makes itself is of scores it has rounded.
+    tolerance = 0.02 if how == "einsum" else 1e-6
+    np.testing.assert_allclose(seen["Projected"].weights[1, 0], expected, atol=tolerance)
+
+
 def test_unknown_kinds_and_kinds_not_kept_are_refused():
     model = Projected("sdpa")
     unknown = r"keep='entropie' is unknown \(nearest: entropy\)"

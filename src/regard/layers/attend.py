@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import handle_torch_function, has_torch_function
 
 from regard.errors import InputError
 from regard.layers.attend_choice import (
@@ -25,6 +24,7 @@ from regard.layers.attend_function import (
     native,
 )
 from regard.layers.attend_kernels import plain
+from regard.layers.observe import observers
 
 # Told of every choice while `explain` listens.
 listeners: list[Callable[[Problem, Choice], None]] = []
@@ -74,11 +74,9 @@ def attend(
     if torch.compiler.is_exporting():
         # The file must not need us, and n must stay free: no rule on shapes.
         return scaled_dot_product_attention(*autocast(q, k, v), scale=scale)
-    if has_torch_function((q, k, v)):
-        # A mode that watches attention (regard.record) sees this call as one.
-        return handle_torch_function(
-            attend, (q, k, v), q, k, v, scale=scale, score_dtype=score_dtype, kernel=kernel
-        )
+    if observers:
+        options = {"scale": scale, "score_dtype": score_dtype, "kernel": kernel}
+        return observers[-1](q, k, v, options)
     check_operands(q, k, v)
     check_kernel(kernel)
     q, k, v = autocast(q, k, v)

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from regard.layers.attend import attend
+from regard.layers.observe import observers
 from regard.record.builtin import Builtin
 from regard.record.calls import Call
 from regard.record.products import SOFTMAXES, Product, Softmax, alias, is_product, product
@@ -23,16 +25,19 @@ from regard.record.tokens import Tokens, find_layout, with_grid
 #: Takes a module's name, its layout of queries and of keys, and the call.
 Receive = Callable[[str, Tokens, Tokens, Call], None]
 
+ATTENTION_LIKE = re.compile("attention|attn", re.IGNORECASE)
+
 
 class Watch(TorchFunctionMode):
     """While entered, hands every attention inside `model` to `receive`.
 
-    Three roads lead to an attention: `regard.attend` and
-    `torch.nn.functional.scaled_dot_product_attention`, which take part in torch's function
-    protocol; a softmax whose result is multiplied with values; and torch.nn's own attention
-    modules, whose fast path a function mode would switch off, so that their `forward` runs
-    outside it and their queries and keys are projected once more. Nothing the model computes is
-    changed. Module names come from hooks common to all modules: the model has none of its own.
+    Four roads lead to an attention: `regard.attend`, which tells its observers;
+    `torch.nn.functional.scaled_dot_product_attention`, and a softmax whose result is multiplied
+    with values, which a function mode sees; and torch.nn's own attention modules, whose fast path
+    that mode would switch off, so that their `forward` runs outside it and their queries and keys
+    are projected once more. A model of our modules and torch's alone is spared the mode, which
+    costs at every operation. Nothing the model computes is changed. Module names come from hooks
+    common to all modules: the model has none of its own.
     """
 
     def __init__(
@@ -42,7 +47,11 @@ class Watch(TorchFunctionMode):
         self.model = model
         self.receive = receive
         self.grid = grid
-        self.names = {m: name or type(model).__name__ for name, m in model.named_modules()}
+        modules = [(m, name or type(model).__name__) for name, m in model.named_modules()]
+        self.names = {m: name for m, name in modules if m is model or not is_plain(m)}
+        self._needs_mode = any(package(m) not in ("torch", "regard") for m, _ in modules)
+        self._like = {m for m in self.names if ATTENTION_LIKE.search(type(m).__name__)}
+        self._thread = threading.get_ident()
         self.called = False
         #: Modules that ran and whose class is called attention, by name.
         self.attention_like: dict[str, nn.Module] = {}
@@ -61,11 +70,15 @@ class Watch(TorchFunctionMode):
         builtin = Builtin(self._report)
         for module, name in self.names.items():
             builtin.wrap(module, name, self._cleanup)
-        super().__enter__()
+        observers.append(self._observe)
+        self._cleanup.callback(observers.remove, self._observe)
+        if self._needs_mode:
+            super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        if self._needs_mode:
+            super().__exit__(*error)
         self._cleanup.close()
         self._stack.clear()
         self._softmax = self._images = None
@@ -84,7 +97,7 @@ class Watch(TorchFunctionMode):
             self._images = given_map
             self._batch = None if first is None else first.shape[0]
         self._stack.append((name, None if given_map is None else map_size(given_map)))
-        if re.search("attention|attn", type(module).__name__, re.IGNORECASE):
+        if module in self._like:
             self.attention_like[name] = module
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -107,8 +120,6 @@ class Watch(TorchFunctionMode):
             return out
         if func is torch.nn.functional.scaled_dot_product_attention:
             self._report(self._stack[-1][0], fused_call(out, *args, **kwargs))
-        elif func is attend:
-            self._report(self._stack[-1][0], attend_call(out, *args, **kwargs))
         elif func in SOFTMAXES:
             self._softmax = Softmax.of(out, *args, **kwargs)
         elif self._softmax is not None:
@@ -119,6 +130,19 @@ class Watch(TorchFunctionMode):
                     self._report_product(found)
             else:
                 self._softmax = alias(self._softmax, func, args, out)
+        return out
+
+    def _observe(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        """Attend, unobserved by this watch and unseen by its mode, and report it."""
+        position = observers.index(self._observe)
+        observers.pop(position)
+        try:
+            with torch._C.DisableTorchFunction():
+                out = attend(q, k, v, **options)
+        finally:
+            observers.insert(position, self._observe)
+        if self._stack and threading.get_ident() == self._thread and not in_backward():
+            self._report(self._stack[-1][0], attend_call(out, q, k, v, scale=options["scale"]))
         return out
 
     def _report_product(self, found: Product) -> None:
@@ -141,6 +165,17 @@ class Watch(TorchFunctionMode):
             return with_grid(count, self.grid, self.model)
         enclosing = [size for _, size in self._stack]
         return find_layout(count, self.model, self._images, enclosing, self._seen)
+
+
+def package(module: nn.Module) -> str:
+    """The top-level package of a module's class."""
+    return type(module).__module__.partition(".")[0]
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module of torch has no parts and neither attends nor says what the grid is."""
+    has_parts = next(module.children(), None) is not None
+    return package(module) == "torch" and not has_parts and not isinstance(module, nn.Conv2d)
 
 
 def map_size(x: Tensor) -> tuple[int, int]:
@@ -195,7 +230,6 @@ def attend_call(
     scale: float | None = None,
     mask: Tensor | None = None,
     causal: bool = False,
-    **_: Any,
 ) -> Call:
     """The call that an `attend` was: q, k, v (…, n, d) as (b, g, n, d)."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
@@ -205,6 +239,9 @@ def attend_call(
         x = x.expand(*lead, *x.shape[-2:])
         return x.unsqueeze(1) if x.ndim == 3 else x.reshape(-1, *x.shape[-3:])
 
+    device = q.device.type
+    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     return Call(
         q=four(q),
         k=four(k),
