@@ -8,6 +8,7 @@ import torch
 
 from regard import InputError, MissingExtraError, PixelAttention, SimpleViT
 from regard.files import read_weights, write_weights
+from regard.models.pixel_resnet import PixelResNet
 from regard.weights import convert, verify
 from regard.weights.command import ConvertOptions, convert_file
 from regard.weights.facts import Facts
@@ -157,8 +158,9 @@ def test_an_existing_folder_is_never_written_to(tmp_path, ldm_state):
     [
         PixelAttention(8, 2, 4, 1e-6, dtype=torch.bfloat16),
         SimpleViT(**{**SIZES, "num_classes": 5, "qk_norm": "layer"}),
+        PixelResNet(image_size=16, num_classes=3, widths=(8, 16), depth=1),
     ],
-    ids=["block", "vit"],
+    ids=["block", "vit", "resnet"],
 )
 def test_saved_models_come_back_the_same(tmp_path, model):
     save_pretrained(model, tmp_path / "saved")
@@ -169,6 +171,7 @@ def test_saved_models_come_back_the_same(tmp_path, model):
     assert all(torch.equal(state[key], t) for key, t in model.state_dict().items())
     assert all(state[key].dtype == t.dtype for key, t in model.state_dict().items())
     assert repr(loaded) == repr(model)
+    assert not any(tensor.is_meta for tensor in (*loaded.parameters(), *loaded.buffers()))
 
 
 def test_folders_that_do_not_fit_are_refused(tmp_path):

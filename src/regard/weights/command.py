@@ -15,7 +15,12 @@ from regard.weights.verify import verify
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Convert weights between the layouts of different libraries."""
+    """Convert weights between the layouts of different libraries.
+
+    Layouts of pixel attention: mission (ours), diffusers, diffusers-old, ldm, guided,
+    guided-legacy, monai, edm. Of SimpleViT: regard (ours), vit-pytorch-qk. Both sides are run on
+    one input; a difference above 1e-5 is refused.
+    """
 
     src: Path
     "weights file (.safetensors, its index, .pt, .pth, .ckpt, .bin, .npz) or folder with one"

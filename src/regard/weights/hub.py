@@ -16,6 +16,7 @@ WEIGHTS = "model.safetensors"
 # Class to the module that defines it; a class takes the entries of its config as arguments.
 CLASSES = {
     "PixelAttention": "regard.layers.pixel_attention",
+    "PixelResNet": "regard.models.pixel_resnet",
     "SimpleViT": "regard.models.simple_vit",
 }
 
