@@ -46,7 +46,12 @@ def native_products(device: str) -> AbstractContextManager[None]:
 
 
 def may_overwrite(*operands: Tensor) -> bool:
-    """Whether intermediate results may be written over: no autograd, nothing traced."""
+    """Whether intermediate results may be written over: no autograd, nothing traced or cast.
+
+    Autocast casts the operands of a product, and not those of one that is written in place.
+    """
+    if any(torch.is_autocast_enabled(x.device.type) for x in operands[:1]):
+        return False
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in operands))
