@@ -13,7 +13,7 @@ MOST_COLUMNS = 120
 
 
 class Measure(NamedTuple):
-    """A number that `regard.record.attention_health` gives of each attention."""
+    """A number that `attention_health` gives of each attention."""
 
     key: str
     title: str

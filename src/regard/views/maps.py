@@ -80,7 +80,7 @@ def relevance(layers: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
     """R (b, n, n) from weights and the gradients of a class logit with respect to them.
 
     R = (I + Ā_L) ⋯ (I + Ā_1), Ā = mean over heads of max(0, G ⊙ A), both (b, g, n, n).
-    `regard.record.class_relevance` gives the row that a classifier reads, without n × n matrices.
+    `regard.class_relevance` gives the row that a classifier reads, without n × n matrices.
 
     Source: Chefer, Gur, Wolf 2021, arXiv 2103.15679.
     """
