@@ -64,7 +64,7 @@ def list_hub(name: str, channels: int | None) -> Listing:
                 )
             labels.append(names[value] if names is not None else str(value))
         source_tables.append((title, _undecoded(table, picture)))
-        splits += [ALIASES[title.lower()] if len(tables) > 1 else ""] * len(values)
+        splits += [ALIASES[title.lower()]] * len(values)
         known = (table.info.splits or {}).get(title)
         sizes += [known.num_bytes if known is not None else 0] * len(values)
     return Listing(
