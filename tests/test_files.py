@@ -168,3 +168,14 @@ def test_equal_weights_give_equal_bytes(tmp_path):
     write_weights(tmp_path / "a", STATE, {"k": "v"})
     write_weights(tmp_path / "b", dict(reversed(STATE.items())), {"k": "v"})
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_metadata_are_written_in_one_order(tmp_path):
+    path = tmp_path / "w.safetensors"
+    metadata = {letter: letter.upper() for letter in "qwertyuiop"}
+    write_weights(path, {"a": torch.arange(3.0)}, metadata)
+    raw = path.read_bytes()
+    header = raw[8 : 8 + int.from_bytes(raw[:8], "little")].decode()
+    places = [header.index(f'"{letter}":"{letter.upper()}"') for letter in sorted(metadata)]
+    assert places == sorted(places)
+    assert torch.equal(read_weights(path)["a"], torch.arange(3.0))

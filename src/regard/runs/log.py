@@ -42,11 +42,9 @@ class MetricsLog:
         self._shown: dict[str, float] = {}
         self._losses: list[float] = []
         self._since = time.monotonic()
+        self.writes = writes
         self._file: IO[str] | None = None
         self._board = board(folder) if writes and tensorboard else None
-        if writes:
-            with folder.writing():
-                self._file = folder.metrics_file.open("a", encoding="utf-8")
 
     def step(
         self,
@@ -111,8 +109,10 @@ class MetricsLog:
                 self._board.add_scalar(name, value, progress.step)
 
     def _line(self, values: dict[str, Any]) -> None:
-        if self._file is not None:
+        if self.writes:
             with self.folder.writing():
+                if self._file is None:
+                    self._file = self.folder.metrics_file.open("a", encoding="utf-8")
                 self._file.write(json.dumps(values, allow_nan=False) + "\n")
 
 

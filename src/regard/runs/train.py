@@ -58,7 +58,9 @@ def train(config: TrainConfig, say: Callable[[str], None] | None = None) -> Trai
     `say` gets each line meant for people; without it they are printed, with a progress bar where
     there is a terminal. Under torchrun every process calls this together.
     """
-    folder = RunFolder.open(asked_out(config)) if config.resume else None
+    if config.resume and config.out is None:
+        raise InputError("--resume needs --out, the folder of the run to go on with")
+    folder = RunFolder.open(config.out) if config.resume and config.out else None
     stored = folder.config() if folder else None
     settings = stored.recipe if stored else None
     processes = Processes(
@@ -72,6 +74,8 @@ def train(config: TrainConfig, say: Callable[[str], None] | None = None) -> Trai
     with contextlib.ExitStack() as stack:
         if processes.main:
             stack.enter_context(folder.lock())
+            if not config.resume and folder.config_file.exists():
+                raise InputError(f"{folder} was begun by another training; give another --out")
         processes.barrier()
         job = resume_job(config, folder, processes, reporter) if config.resume else (
             new_job(config, folder, processes, reporter)
@@ -124,9 +128,9 @@ def new_job(
     job = with_measured(job)
     if processes.main:
         with folder.writing():
-            folder.write_config(job.config)
             write_json(folder.split_file, data.record())
             write_json(folder.environment_file, environment(processes.device, processes.world))
+            folder.write_config(job.config)  # last: with it the run has begun
     return job
 
 
@@ -143,6 +147,11 @@ def resume_job(
         start_from(model, RunFolder.open(stored.recipe.init), data)
     steps = folder.saved_steps()
     step = steps[-1] if steps else 0
+    if "minutes" not in changed and recipe.steps < step:
+        raise InputError(
+            f"{recipe.steps} steps are asked for, but the run has made {step}; give more, or start "
+            "a new run without --resume"
+        )
     if processes.main:
         with folder.writing():
             folder.sweep()
@@ -313,13 +322,6 @@ def inverse_frequency(labels: np.ndarray, classes: int) -> Tensor:
     """w_c = n / (k n_c): each class weighs the same in all, and the mean over the images is 1."""
     counts = np.bincount(labels, minlength=classes)
     return torch.from_numpy(len(labels) / (classes * counts)).float()
-
-
-def asked_out(config: TrainConfig) -> Path:
-    """The folder to resume."""
-    if config.out is None:
-        raise InputError("--resume needs --out, the folder of the run to go on with")
-    return config.out
 
 
 def run_name(data: str) -> str:

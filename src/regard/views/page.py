@@ -60,6 +60,9 @@ img.exact { image-rendering: pixelated; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 0;
   font-size: .93rem; }
 dt { color: var(--soft); } dd { margin: 0; }
+@media (max-width: 32rem) {
+  th, td { padding: .28rem .3rem; font-size: .87rem; } td { min-width: 2.2rem; }
+  .matrix th, .matrix td { padding: .2rem .1rem; } .matrix td { min-width: 1.75rem; } }
 """
 
 

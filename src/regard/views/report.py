@@ -46,7 +46,7 @@ def report(folder: RunFolder) -> str:
         tag("p", f"Run {folder.path.name}, measured on the {found['split']} split", class_="soft"),
         headline(found, lines),
         *(tag("p", note, class_="soft") for note in config.notes),
-        section("Learning", curves(lines)),
+        section("Learning", curves(lines, config.recipe.label_smoothing)),
         section("Confusion", confusion(found["confusion"], config.classes)),
         section("By class", per_class(found["per_class"])),
         *pictures(folder, config),
@@ -74,16 +74,17 @@ def headline(found: dict[str, Any], lines: Sequence[dict[str, Any]]) -> Html:
     )
 
 
-def curves(lines: Sequence[dict[str, Any]]) -> Html:
+def curves(lines: Sequence[dict[str, Any]], label_smoothing: float) -> Html:
     """Loss, accuracy, learning rate and speed over the epochs."""
 
     def line(name: str, key: str) -> Line:
         of = [entry for entry in lines if key in entry]
         return Line(name, [e["epoch"] for e in of], [e[key] for e in of])
 
+    training = "training (smoothed targets)" if label_smoothing else "training"
     return tag(
         "div",
-        chart("Loss", "epoch", [line("training", "loss"), line("held out", "log_loss")]),
+        chart("Loss", "epoch", [line(training, "loss"), line("held out", "log_loss")]),
         chart(
             "Held-out accuracy",
             "epoch",
