@@ -142,8 +142,9 @@ class PixelResNet(nn.Module):
     The norm is a batch norm, whose batch is what one call sees: with microbatches of a fixed size
     training is the same for any number of processes, which the running averages that it keeps on
     the way are not. `calibrate` replaces those by the statistics of given images under the weights
-    at hand (Wu & Johnson 2021, arXiv 2105.07576), averaged weights included. docs/results.md has
-    group norm beside it.
+    at hand (Wu & Johnson 2021, arXiv 2105.07576), averaged weights included. Group norm needs none
+    of this, and learnt slower: 73.5 against 76.3% on CIFAR-10 after 36,000 images (nano, no
+    attention, one seed).
 
     Source: the widths, stem and head of airbench94 (Jordan 2024, arXiv 2404.00498) for "s"; the
     residuals and pixel attention are ours.
