@@ -30,7 +30,6 @@ CELLS = {
     "1,1,16384,512": (1, 1, 16384, 512),
 }
 PEERS = ("torch plain", "torch SDPA")
-OURS = ("regard", "regard, rounded scores")
 
 
 def torch_plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -126,88 +125,17 @@ def measure(options: Any, cell: str, dtype: str, training: bool) -> dict[str, An
     }
 
 
-def key(cell: str, dtype: str, training: bool) -> str:
-    return f"{cell} {dtype} {'training' if training else 'forward'}"
-
-
-def best_peer(row: dict[str, Any]) -> float | None:
-    """Seconds of the fastest peer that counts; None where none was timed."""
-    bound = 1.5 * row["error"]["regard"]
-    times = [
-        row["seconds"][name]
-        for name in PEERS
-        if name in row["seconds"] and row["error"][name] <= bound
-    ]
-    return min(times, default=None)
-
-
-def report(results: dict[str, Any]) -> str:
-    """The table, and the geometric means under it."""
-    names = [*OURS, *PEERS]
-    header = ["batch, heads, tokens, width", *names, "over best peer", "over SDPA", "of GEMM limit"]
-    parts = []
-    for dtype in common.DTYPES:
-        for mode in common.PASSES:
-            body, best, over, rounded = [], [], [], []
-            for cell in CELLS:
-                row = results["rows"].get(f"{cell} {dtype} {mode}")
-                if row is None:
-                    continue
-                seconds, error = row["seconds"], row["error"]
-                mine, peer, sdpa = seconds["regard"], best_peer(row), seconds.get("torch SDPA")
-                best += [peer / mine] if peer else []
-                over += [sdpa / mine] if sdpa else []
-                if sdpa and "regard, rounded scores" in seconds:
-                    rounded.append(sdpa / seconds["regard, rounded scores"])
-                body.append(
-                    [cell]
-                    + [
-                        f"{common.milliseconds(seconds.get(n))} ({error[n]:.0e})"
-                        if n in error
-                        else "—"
-                        for n in names
-                    ]
-                    + [f"{peer / mine:.2f}" if peer else "—", f"{sdpa / mine:.2f}" if sdpa else "—"]
-                    + [f"{row['gflop'] / mine / row['gemm']:.0%}"]
-                )
-            if body:
-                means = f"Geometric means: {common.geometric_mean(best):.2f} over the best peer, "
-                means += f"{common.geometric_mean(over):.2f} over SDPA"
-                if rounded:
-                    means += f", rounded scores {common.geometric_mean(rounded):.2f} over SDPA"
-                title = f"{dtype}, {mode}: milliseconds (error)"
-                parts += [title, common.table(header, body), means + "."]
-    return "\n\n".join(parts)
-
-
 def kernel_report(results: dict[str, Any]) -> str:
     names = ("plain", "sdpa", "blocked")
     body = [
         [
-            k,
-            *(common.milliseconds(row["seconds"].get(n)) for n in names),
+            cell,
+            *(common.milliseconds(row["seconds"].get(name)) for name in names),
             min(row["seconds"], key=row["seconds"].get),
         ]
-        for k, row in sorted(results["rows"].items())
+        for cell, row in sorted(results["rows"].items())
     ]
     return common.table(["cell", *names, "fastest"], body)
-
-
-def picture(results: dict[str, Any], device: str) -> None:
-    for dtype in ("float32", "bfloat16"):
-        groups: dict[str, dict[str, float]] = {}
-        for cell in CELLS:
-            for mode in common.PASSES:
-                row = results["rows"].get(f"{cell} {dtype} {mode}")
-                peer = best_peer(row) if row else None
-                if row and peer:
-                    groups.setdefault(cell, {})[mode] = peer / row["seconds"]["regard"]
-        if groups:
-            path = common.RESULTS.parents[1] / "docs" / f"attend-{device}-{dtype}.png"
-            title = f"attend, {dtype} (batch, heads, tokens, width)"
-            common.bars(
-                path, title, groups, {"forward": "forward", "training": "forward + backward"}
-            )
 
 
 def main() -> None:
@@ -216,18 +144,14 @@ def main() -> None:
     given = options.parse_args()
     common.prepare(given)
     name = "attend-kernels" if given.kernels else "attend"
-    for cell in [] if given.table else given.cells or list(CELLS):
-        for dtype in given.dtype:
-            for mode in given.passes:
-                training = mode == "training"
-                row = measure(given, cell, dtype, training)
-                common.store(name, given.device, {key(cell, dtype, training): row})
-                shown = " ".join(f"{n} {s * 1e3:.2f}" for n, s in row["seconds"].items())
-                print(key(cell, dtype, training), shown, flush=True)
+    if not given.table:
+        common.run(name, given, list(CELLS), measure)
     results = common.stored(name, given.device)
-    print(kernel_report(results) if given.kernels else report(results))
-    if not given.kernels:
-        picture(results, given.device)
+    if given.kernels:
+        print(kernel_report(results))
+        return
+    print(common.report(results, list(CELLS), "batch, heads, tokens, width", PEERS, PEERS[1]))
+    common.picture(results, list(CELLS), name, PEERS)
 
 
 if __name__ == "__main__":

@@ -62,20 +62,19 @@ def once(call: Call, device: str) -> float:
 def interleaved(calls: dict[str, Call], seconds: float, device: str) -> dict[str, float]:
     """Median seconds of each call, all taken in turn so that a busy moment hits them alike.
 
-    A call whose warm-up alone takes the whole time allowed is not run again.
+    A call five times as slow as the fastest decides nothing and is timed by its warm-up alone.
     """
     first = {name: once(call, device) for name, call in calls.items()}
-    again = {name: call for name, call in calls.items() if first[name] < seconds}
+    slowest = 5 * min(first.values())
+    again = {name: call for name, call in calls.items() if first[name] <= slowest}
     warm = {name: once(call, device) for name, call in again.items()}
-    rounds = max(5, min(60, int(seconds / max(sum(warm.values()), 1e-9))))
+    rounds = max(5, min(60, int(seconds / sum(warm.values()))))
     times: dict[str, list[float]] = {name: [] for name in again}
     names = list(again)
     for turn in range(rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             times[name].append(once(again[name], device))
-    return {
-        name: statistics.median(times[name]) if name in times else first[name] for name in calls
-    }
+    return first | {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def relative_error(got: Any, reference: Any) -> float:
@@ -185,3 +184,105 @@ def bars(
     axes.legend(fontsize=8, frameon=False, loc="best")
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def key(cell: str, dtype: str, training: bool) -> str:
+    """The name of a row."""
+    return f"{cell} {dtype} {PASSES[training]}"
+
+
+def best_peer(row: dict[str, Any], peers: tuple[str, ...]) -> float | None:
+    """Seconds of the fastest peer that counts: its error is at most 1.5 times ours.
+
+    None where none was timed.
+    """
+    bound = 1.5 * row["error"]["regard"]
+    times = [s for n, s in row["seconds"].items() if n in peers and row["error"][n] <= bound]
+    return min(times, default=None)
+
+
+def report(
+    results: dict[str, Any], cells: list[str], what: str, peers: tuple[str, ...], against: str
+) -> str:
+    """Tables of times and errors, one for each dtype and pass, with means under each."""
+    parts = [f"{results['machine']}."]
+    for dtype in DTYPES:
+        for mode in PASSES:
+            rows = {c: results["rows"].get(f"{c} {dtype} {mode}") for c in cells}
+            rows = {cell: row for cell, row in rows.items() if row}
+            if rows:
+                parts += [
+                    f"**{dtype}, {mode}**: milliseconds (error)",
+                    *_section(rows, what, peers),
+                ]
+    return "\n\n".join(parts)
+
+
+def _section(rows: dict[str, Any], what: str, peers: tuple[str, ...], against: str) -> list[str]:
+    known = {name for row in rows.values() for name in row["error"]}
+    ours = [n for n in ("regard", "regard, rounded scores") if n in known]
+    names = [*ours, *peers]
+    ratios: dict[str, list[float]] = {}
+    body = []
+    for cell, row in rows.items():
+        seconds, error = row["seconds"], row["error"]
+        peer, mine = best_peer(row, peers), seconds["regard"]
+        for own in ours:
+            if own in seconds and against in seconds:
+                ratio = seconds[against] / seconds[own]
+                ratios.setdefault(f"{own} over {against}", []).append(ratio)
+        if peer:
+            ratios.setdefault("regard over the best peer that counts", []).append(peer / mine)
+        times = [f"{milliseconds(seconds.get(n))} ({error[n]:.0e})" for n in names]
+        best = f"{peer / mine:.2f}" if peer else "—"
+        busy = f"{row['others']:.0%}" if "others" in row else "—"
+        share = f"{row['gflop'] / mine / row['gemm']:.0%}"
+        body.append([cell, *times, best, share, busy])
+    header = [what, *names, "over best peer", "of GEMM limit", "other load"]
+    means = [f"{name} {geometric_mean(r):.2f} ({len(r)} cells)" for name, r in ratios.items()]
+    return [table(header, body), "Geometric means: " + "; ".join(means) + "."]
+
+
+def picture(results: dict[str, Any], cells: list[str], name: str, peers: tuple[str, ...]) -> None:
+    """docs/NAME-DTYPE.png: speed over the best peer that counts."""
+    for dtype in DTYPES:
+        groups: dict[str, dict[str, float]] = {}
+        for cell in cells:
+            for mode in PASSES:
+                row = results["rows"].get(f"{cell} {dtype} {mode}")
+                peer = best_peer(row, peers) if row else None
+                if row and peer:
+                    groups.setdefault(cell, {})[mode] = peer / row["seconds"]["regard"]
+        if groups:
+            path = RESULTS.parents[1] / "docs" / f"{name}-{dtype}.png"
+            legend = {"forward": "forward", "training": "forward + backward"}
+            bars(path, f"{name}, {dtype}", groups, legend)
+
+
+def cpu_ticks() -> tuple[float, float]:
+    """Seconds that all cores, and that this process, have worked."""
+    own = sum(os.times()[:2])
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system, _, _, irq, soft, steal = (int(x) for x in fields[:8])
+    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK"), own
+
+
+def run(
+    name: str,
+    options: argparse.Namespace,
+    cells: list[str],
+    measure: Callable[[argparse.Namespace, str, str, bool], dict[str, Any]],
+) -> None:
+    """Measure and store every row asked for, with the share of the CPU that others took."""
+    for cell in options.cells or cells:
+        for dtype in options.dtype:
+            for mode in options.passes:
+                start, (all_before, own_before) = time.perf_counter(), cpu_ticks()
+                row = measure(options, cell, dtype, mode == "training")
+                all_after, own_after = cpu_ticks()
+                others = (all_after - all_before) - (own_after - own_before)
+                row["others"] = max(0.0, others / (time.perf_counter() - start) / os.cpu_count())
+                store(name, options.device, {key(cell, dtype, mode == "training"): row})
+                times = ", ".join(f"{n} {milliseconds(s)}" for n, s in row["seconds"].items())
+                times += f" ms; others {row['others']:.0%}"
+                print(f"{key(cell, dtype, mode == 'training')}: {times}", flush=True)
