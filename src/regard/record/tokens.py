@@ -1,7 +1,8 @@
 """Which tokens are places of a grid, and which are extra (class, registers)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -85,7 +86,7 @@ def find_layout(
     for grid in [*reversed(enclosing), *latest]:
         if grid is not None and grid[0] * grid[1] == count:
             return Tokens(count, grid)
-    for grid in [*_patch_grid(model, images), *latest, *_square_grids(count, images)]:
+    for grid in chain(_patch_grid(model, images), latest, _square_grids(count, images)):
         layout = with_grid(count, grid, model)
         expected = getattr(model, "num_prefix_tokens", layout.extra)
         if layout.grid is not None and expected == layout.extra:
@@ -102,11 +103,12 @@ def _patch_grid(model: nn.Module, images: Tensor | None) -> list[tuple[int, int]
     return [(images.shape[-2] // sides[0], images.shape[-1] // sides[1])]
 
 
-def _square_grids(count: int, images: Tensor | None) -> list[tuple[int, int]]:
+def _square_grids(count: int, images: Tensor | None) -> Iterator[tuple[int, int]]:
     """Grids of square patches that divide the image, the finest first."""
     if images is None:
-        return []
+        return
     height, width = images.shape[-2:]
-    sides = range(1, min(height, width) + 1)
-    grids = [(height // s, width // s) for s in sides if height % s == 0 and width % s == 0]
-    return [(h, w) for h, w in grids if h * w <= count]
+    for side in range(1, min(height, width) + 1):
+        h, w = height // side, width // side
+        if height % side == width % side == 0 and h * w <= count:
+            yield h, w

@@ -233,12 +233,14 @@ def attend_call(
 ) -> Call:
     """The call that an `attend` was: q, k, v (…, n, d) as (b, g, n, d)."""
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
 
     def four(x: Tensor) -> Tensor:
-        x = x.expand(*lead, *x.shape[-2:])
-        return x.unsqueeze(1) if x.ndim == 3 else x.reshape(-1, *x.shape[-3:])
+        heads = x.shape[-3] if x.ndim > 3 else 1
+        return x.reshape(-1, heads, *x.shape[-2:])
 
+    if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
+        lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        q, k, v = (x.expand(*lead, *x.shape[-2:]) for x in (q, k, v))
     device = q.device.type
     if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
