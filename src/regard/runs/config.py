@@ -78,6 +78,12 @@ class TrainConfig:
     """Alpha of Mixup; 0 is off."""
     cutmix: float | None = None
     """Alpha of CutMix; 0 is off."""
+    channels: Literal[1, 3] | None = None
+    """1 for grayscale, 3 for colour; what the data has if not given."""
+    quarantine: Path | None = None
+    """A list that regard inspect wrote, of images to leave out."""
+    memory: float | None = None
+    """Gigabytes of decoded images to keep in memory; what does not fit is read each time."""
     model_options: dict[str, ModelOption] = field(default_factory=dict)
     """Options of the model, such as qk_norm rms."""
     init: Path | None = None
@@ -134,6 +140,9 @@ class Recipe:
     eval_every: float
     save_every: float
     keep: int
+    memory: float
+    channels: int | None = None
+    quarantine: str | None = None
     epochs: float | None = None
     minutes: float | None = None
     init: str | None = None
@@ -229,6 +238,7 @@ RANGES: dict[str, tuple[float, float, bool]] = {
     "label_smoothing": (0, 0.999, True),
     "eval_every": (0, float("inf"), False),
     "save_every": (0, float("inf"), False),
+    "memory": (0, float("inf"), True),
     "keep": (1, float("inf"), True),
 }
 

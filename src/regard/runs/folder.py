@@ -92,8 +92,13 @@ class RunFolder:
 
     def data(self) -> Data:
         """The run's own data with the run's own splits; a changed dataset is refused."""
-        record = read_json(self.split_file)
-        return open_data(self.config().recipe.data, record=record)
+        recipe = self.config().recipe
+        return open_data(
+            recipe.data,
+            channels=recipe.channels,
+            record=read_json(self.split_file),
+            quarantine=recipe.quarantine,
+        )
 
     def load_model(self, device: Any = "cpu") -> Any:
         """The trained model, in eval mode, with the weights that evaluation uses."""

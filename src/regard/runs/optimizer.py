@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from regard.runs.muon import Muon
+
 ADAM_BETAS = (0.9, 0.95)
 
 
@@ -33,12 +35,7 @@ def build_optimizers(
     )
     if not matrices:
         return (adamw,)
-    muon = torch.optim.Muon(
-        list(matrices.values()),
-        lr=lr,
-        weight_decay=weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    muon = Muon(list(matrices.values()), lr=lr, weight_decay=weight_decay)
     return (muon, adamw)
 
 

@@ -25,6 +25,7 @@ COMMON: dict[str, Any] = {
     "eval_every": 1.0,
     "save_every": 10.0,
     "keep": 2,
+    "memory": 2.0,
 }
 
 

@@ -12,7 +12,7 @@ from regard.runs.presets import COMMON, choose_preset, model_for, side_for
 # These decide how a run goes on, not what it is: --resume may change them.
 CHANGEABLE = (
     "epochs", "steps", "minutes", "lr", "workers", "device", "strategy", "microbatch",
-    "eval_every", "save_every", "keep", "tensorboard",
+    "eval_every", "save_every", "keep", "memory", "tensorboard",
 )  # fmt: skip
 
 
@@ -23,8 +23,7 @@ def given(config: TrainConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """What the request says itself: fields of `Recipe`, and fields of `Augment`."""
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     said = {n: v for n, v in values.items() if v is not None and v is not False and v != {}}
-    if "init" in said:
-        said["init"] = str(said["init"])
+    said |= {name: str(said[name]) for name in ("init", "quarantine") if name in said}
     augment = {name: said.pop(name) for name in AUGMENTATIONS if name in said}
     return {n: v for n, v in said.items() if n not in ("out", "resume")}, augment
 

@@ -13,14 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import InputError
-from regard.files import read_weights, write_json
-from regard.images import Data, Preprocess, TrainBatches, open_data
+from regard.files import write_json
+from regard.images import (
+    Data,
+    Preprocess,
+    TrainBatches,
+    open_data,
+    pixel_statistics,
+    remember,
+)
 from regard.models.create import create
 from regard.runs.checkpoint import Checkpoints, load_checkpoint
 from regard.runs.config import RunConfig, Segment, TrainConfig
 from regard.runs.environment import environment
 from regard.runs.evaluate import held_out, predict_split, write_evaluation
 from regard.runs.folder import RunFolder
+from regard.runs.inherit import start_from, what_it_keeps
 from regard.runs.log import MetricsLog
 from regard.runs.loop import Job, run
 from regard.runs.metrics import Evaluation
@@ -94,16 +102,19 @@ def new_job(
 ) -> Job:
     """Set up a run from its first step and write what the folder says about it."""
     origin = RunFolder.open(config.init) if config.init else None
-    inherited: dict[str, Any] = {}
-    channels = None
-    if origin is not None:
-        source = origin.config()
-        channels = source.preprocess.channels
-        inherited = {"model": source.recipe.model, "model_options": source.recipe.model_options}
-        inherited["image_size"] = source.recipe.image_size
-    data = open_data(config.data, channels=channels, seed=config.seed or 0)
+    source = origin.config() if origin else None
+    channels = config.channels or (source.preprocess.channels if source else None)
+    data = open_data(
+        config.data, channels=channels, seed=config.seed or 0, quarantine=config.quarantine
+    )
+    inherited = what_it_keeps(source) if source else {}
     recipe, notes = new_recipe(config, data, processes.world, inherited)
-    model_arguments: dict[str, Any] = {
+    if source is not None:
+        preprocess = dataclasses.replace(source.preprocess, size=recipe.image_size, fit=recipe.fit)
+    else:
+        mean, std = pixel_statistics(data.splits["train"])
+        preprocess = Preprocess(recipe.image_size, recipe.fit, data.channels, mean, std)
+    arguments: dict[str, Any] = {
         "name": recipe.model,
         "num_classes": len(data.classes),
         "image_size": list(recipe.image_size),
@@ -111,14 +122,14 @@ def new_job(
         **recipe.model_options,
     }
     torch.manual_seed(recipe.seed)
-    model = create(**model_arguments)
+    model = create(**arguments)
     if origin is not None:
         notes.append(start_from(model, origin, data))
     run_config = RunConfig(
         recipe=recipe,
-        model=model_arguments,
+        model=arguments,
         classes=data.classes,
-        preprocess=Preprocess(size=recipe.image_size, fit=recipe.fit, channels=data.channels),
+        preprocess=preprocess,
         segments=(segment(0, {}, processes),),
         notes=(*data.notes, *notes),
     )
@@ -191,6 +202,9 @@ def assemble(
 ) -> Job:
     """The job of a config: model, optimizers and batches, at step 0."""
     recipe = config.recipe
+    if data.splits["train"].source.has_files and recipe.memory:
+        data = remember(data, int(recipe.memory * 1e9), workers=recipe.workers)
+        reporter.say(data.notes[-1])
     split = data.splits["train"]
     wrapped = processes.wrap(model)
     optimizers = build_optimizers(model, recipe.optimizer, recipe.lr, recipe.weight_decay)
@@ -287,35 +301,6 @@ def segment(step: int, changed: dict[str, Any], processes: Processes) -> Segment
         threads=torch.get_num_threads(),
         device=processes.device.type,
     )
-
-
-def start_from(model: nn.Module, origin: RunFolder, data: Data) -> str:
-    """Load a run's weights; a classifier of other classes stays new. What was done, in words."""
-    source = origin.config()
-    weights = read_weights(origin.weights_file)
-    same = source.classes == data.classes
-    skipped = set() if same else classifier_keys(source.model)
-    own = model.state_dict()
-    for name, tensor in own.items():
-        if name not in skipped and (name not in weights or weights[name].shape != tensor.shape):
-            raise InputError(
-                f"the weights of {origin} do not fit this model: {name} is "
-                f"{tuple(tensor.shape)} here; leave out --model and --model-options, so that they "
-                "are the run's"
-            )
-    model.load_state_dict({n: own[n] if n in skipped else weights[n] for n in own})
-    head = (
-        "its classifier too" if same else f"with a new classifier for {len(data.classes)} classes"
-    )
-    return f"starting from the weights of {origin}, {head}"
-
-
-def classifier_keys(arguments: dict[str, Any]) -> set[str]:
-    """The weights whose shape follows the number of classes."""
-    with torch.device("meta"):
-        one = create(**arguments).state_dict()
-        more = create(**{**arguments, "num_classes": arguments["num_classes"] + 1}).state_dict()
-    return {name for name in one if one[name].shape != more[name].shape}
 
 
 def inverse_frequency(labels: np.ndarray, classes: int) -> Tensor:
