@@ -211,7 +211,7 @@ def build(
     candidate's metadata anew.
     """
     say("tracing the model")
-    program = trace(source.model, facts.preprocess, facts.takes, options.half)
+    program = trace(source.model, facts.preprocess, facts.takes, half=options.half)
     say(f"writing {candidate.name}")
     if options.to == "torch":
         write(program, facts, candidate)

@@ -20,6 +20,7 @@ from regard.deploy.image_input import ImageInput
 from regard.deploy.runners import EXTRA_FILE, SUFFIXES
 from regard.errors import InputError, MissingExtraError
 from regard.images import Preprocess
+from regard.models.folded import fold_pixel_attention
 
 HUGE = 2_000_000_000  # one ONNX file is one protobuf message, which ends at 2 GiB
 
@@ -47,9 +48,15 @@ def dynamic_axes(model: nn.Module, takes: str) -> tuple[str, ...]:
     return ("batch", "height", "width") if free else ("batch",)
 
 
-def trace(model: nn.Module, preprocess: Preprocess, takes: str, half: bool) -> ExportedProgram:
-    """The model in eval mode, with preprocessing where it takes pictures, as a program."""
-    core: nn.Module = Half(model) if half else model
+def trace(
+    model: nn.Module, preprocess: Preprocess, takes: str, *, half: bool = False, fold: bool = True
+) -> ExportedProgram:
+    """The model in eval mode, with preprocessing where it takes pictures, as a program.
+
+    `fold` folds the weights of pixel attention, which inference in eager torch does too.
+    """
+    core = fold_pixel_attention(model) if fold else model
+    core = Half(core) if half else core
     h, w = preprocess.size
     shapes: dict[int, Any] = {0: Dim("batch", min=1)}
     if takes == "image":

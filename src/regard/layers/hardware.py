@@ -27,6 +27,8 @@ def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
     """
     if device != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return dtype
+    if torch.compiler.is_exporting():  # the file runs elsewhere
+        return dtype
     return dtype if dtype == torch.bfloat16 and BF16_PRODUCTS else torch.float32
 
 
