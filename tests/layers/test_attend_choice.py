@@ -19,7 +19,10 @@ def problem(**changes):
 RULE = [
     ({}, "sdpa"),
     ({"grad": True}, "sdpa"),
+    ({"n": 64, "m": 64}, "blocked"),
     ({"n": 64, "m": 64, "grad": True}, "plain"),
+    ({"n": 196, "m": 196}, "sdpa"),
+    ({"n": 256, "m": 256, "d": 512, "e": 512}, "blocked"),
     ({"n": 64, "m": 64, "grad": True, "heads": 10_000}, "sdpa"),
     ({"e": 32}, "blocked"),
     ({"n": 0}, "plain"),

@@ -17,9 +17,11 @@ KERNELS = ("plain", "sdpa", "blocked")
 
 # Widest head that the fused kernels of CUDA (flash, cuDNN) take.
 CUDA_FUSED_WIDTH = 256
-# On CPU torch's fused kernel tiles the keys; with at most this many keys one tile would do, and
-# products over whole batches of heads are faster.
-FEW_KEYS = 256
+# On CPU torch's fused kernel loses to products over whole batches of heads where keys are few:
+# at most this many, or half the width of a head.
+FEW_KEYS = 128
+# The same with bfloat16 instructions, where the fused kernel is further from the GEMM limit.
+BF16_FEW_KEYS = 256
 # Scores kept for the backward pass stay below this, else the fused kernel's recompute wins.
 PLAIN_SCORE_BYTES = 8 << 20
 
@@ -150,10 +152,11 @@ def _choose_cpu(problem: Problem) -> Choice:
     """float32 and float64; also half precision computed in float32, for want of instructions."""
     if problem.d != problem.e:
         return Choice("blocked", "torch's fused kernel on CPU needs values as wide as keys")
-    if problem.m > FEW_KEYS:
-        return Choice("sdpa", f"with more than {FEW_KEYS} keys torch's fused kernel is fastest")
+    few = max(FEW_KEYS, problem.d // 2)
+    if problem.m > few:
+        return Choice("sdpa", f"with more than {few} keys torch's fused kernel is fastest")
     if not problem.grad:
-        return Choice("blocked", f"with at most {FEW_KEYS} keys, products over many heads win")
+        return Choice("blocked", f"with at most {few} keys, products over many heads are fastest")
     if problem.score_bytes <= PLAIN_SCORE_BYTES:
         return Choice(
             "plain", f"all scores fit in {PLAIN_SCORE_BYTES >> 20} MiB, kept for backward"
@@ -167,7 +170,7 @@ def _choose_bf16_cpu(problem: Problem) -> Choice:
         if problem.grad and problem.score_bytes <= PLAIN_SCORE_BYTES:
             return Choice("plain", "all rounded scores fit in cache, kept for backward")
         return Choice("blocked", "products of rounded scores run at the GEMM limit in blocks")
-    wide = problem.d >= 256 or problem.m <= FEW_KEYS if problem.grad else problem.d >= 64
+    wide = problem.d >= 256 or problem.m <= BF16_FEW_KEYS if problem.grad else problem.d >= 64
     if problem.d != problem.e or wide:
         return Choice("blocked", "bfloat16 products with float32 scores win in blocks here")
     return Choice("sdpa", "heads are narrow, and torch's fused kernel is fastest")
