@@ -41,20 +41,23 @@ class Preset:
 
 PRESETS = {
     "digits": Preset(
-        source="our own search over rates and lengths, on scikit-learn's digits",
-        minutes="1 on 2 cores",
-        score="98% of the held-out tenth",
+        # Digits of 8 × 8 pixels are brought to 16 × 16, as a patch of 4 single-channel values
+        # loses its brightness and contrast to the first LayerNorm: at patch 2 of 8 × 8 the same
+        # recipe reaches 92%.
+        source="our own search on scikit-learn's digits",
+        minutes="half a minute on 2 cores",
+        score="99 to 100% of the held-out tenth",
         values={
-            "model": "simple-vit-nano/2",
-            "image_size": (8, 8),
-            "epochs": 60,
-            "batch_size": 128,
+            "model": "simple-vit-nano/4",
+            "image_size": (16, 16),
+            "epochs": 20,
+            "batch_size": 64,
             "lr": 1e-2,
             "optimizer": "muon",
             "weight_decay": 0.05,
             "warmup": 0.1,
             "label_smoothing": 0.1,
-            "augment": Augment(shift=1),
+            "augment": Augment(shift=2),
             "eval_every": 5.0,
         },
     ),
