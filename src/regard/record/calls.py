@@ -7,16 +7,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Bytes of float32 scores in one block, for each image of the batch and at most: small beside what
-# a forward holds anyway, and in a CPU's cache. A block has at least so many rows of a head, or
-# all of them, so that the product is worth its reading of the keys.
-IMAGE_BYTES = 512 << 10
-BLOCK_BYTES = 4 << 20
+from regard.record.scratch import Scratch
+
+# Bytes of float32 scores in one block: they stay in a CPU's cache, and are little beside what a
+# forward holds anyway. A block has at least so many rows of a head, or all of them, so that the
+# product is worth its reading of the keys.
+BLOCK_BYTES = 512 << 10
 LEAST_ROWS = 64
 
 
 class Block(NamedTuple):
-    """Logits (images, heads, rows, m) of a part of the batch, free to be overwritten."""
+    """Logits (images, heads, rows, m) of a part of the batch, to be used before the next block.
+
+    They may be overwritten.
+    """
 
     images: slice
     heads: slice
@@ -82,44 +86,45 @@ class Call:
         """Weights (b, g, len(index), m) of the chosen queries, float32 or wider."""
         if self.weights is not None:
             return wide(self.weights[:, :, index])
-        return self._logits(slice(None), slice(None), index).softmax(-1)
+        return self._logits(slice(None), slice(None), index, Scratch()).softmax(-1)
 
-    def blocks(self) -> Iterator[Block]:
-        """All logits, in blocks of bounded size (see `IMAGE_BYTES`)."""
+    def blocks(self, scratch: Scratch) -> Iterator[Block]:
+        """All logits, in blocks of bounded size (see `BLOCK_BYTES`)."""
         b, g, n, m = self.shape
         row = 4 * m
-        limit = min(BLOCK_BYTES, IMAGE_BYTES * b)
-        rows = min(n, max(LEAST_ROWS, limit // row))
-        heads = min(g, max(1, limit // (row * n))) if rows == n else 1
-        images = min(b, max(1, limit // (row * n * g))) if heads == g else 1
+        rows = min(n, max(LEAST_ROWS, BLOCK_BYTES // row))
+        heads = min(g, max(1, BLOCK_BYTES // (row * n))) if rows == n else 1
+        images = min(b, max(1, BLOCK_BYTES // (row * n * g))) if heads == g else 1
         for some_images in _slices(b, images):
             for some_heads in _slices(g, heads):
                 for some_rows in _slices(n, rows):
-                    logits = self._logits(some_images, some_heads, some_rows)
+                    logits = self._logits(some_images, some_heads, some_rows, scratch)
                     yield Block(some_images, some_heads, some_rows, logits)
 
-    def _logits(self, images: slice, heads: slice, rows: slice | Tensor) -> Tensor:
-        """scale · q kᵀ + mask for a part, made anew; a masked place gets a large negative number.
+    def _logits(
+        self, images: slice, heads: slice, rows: slice | Tensor, scratch: Scratch
+    ) -> Tensor:
+        """scale · q kᵀ + mask for a part; a masked place gets a large negative number.
 
         A finite one keeps 0 · logit a number in the entropy.
         """
         if self.logits is not None:
-            logits = wide(self.logits[images, heads][:, :, rows])
-            return logits.clamp(min=_floor(logits))
+            given = wide(self.logits[images, heads][:, :, rows])
+            logits = scratch.take("logits", tuple(given.shape), given)
+            return torch.clamp(given, min=_floor(given), out=logits)
         q, k = self._queries_keys()
         q, k = wide(q[images, heads][:, :, rows]) * self.scale, wide(k[images, heads])
-        logits = torch.matmul(q, k.mT)  # b g n d, b g m d -> b g n m
-        if self.mask is None and not self.causal:
-            return logits
+        logits = scratch.take("logits", (*q.shape[:3], k.shape[2]), q)
+        torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out=logits.flatten(0, 1))
         if self.mask is not None:
-            mask = self.mask.expand(self.shape)[images, heads][:, :, rows]
-            logits = logits + mask
+            logits += self.mask.expand(self.shape)[images, heads][:, :, rows]
         if self.causal:
             n, m = self.shape[2:]
             positions = torch.arange(n, device=q.device)[rows, None]
-            later = torch.arange(m, device=q.device) > positions
-            logits = logits.masked_fill(later, -torch.inf)
-        return logits.clamp_(min=_floor(logits))
+            logits.masked_fill_(torch.arange(m, device=q.device) > positions, -torch.inf)
+        if self.mask is not None or self.causal:
+            logits.clamp_(min=_floor(logits))
+        return logits
 
 
 def _floor(logits: Tensor) -> float:

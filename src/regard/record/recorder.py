@@ -12,6 +12,7 @@ from regard.layers.checks import pair
 from regard.record.calls import Call
 from regard.record.reductions import reduce_call
 from regard.record.refuse import Layers, check_keep, check_readable
+from regard.record.scratch import Scratch
 from regard.record.tokens import Tokens
 from regard.record.watch import Watch
 
@@ -182,6 +183,7 @@ class _Recorder:
         self.kinds = kinds
         self.queries = None if queries is None else list(queries)
         self.images = images
+        self.scratch = Scratch()
         self.modules: dict[str, str] = {}  # attention to module, all that ran
 
     def receive(self, module: str, queries: Tokens, keys: Tokens, call: Call) -> None:
@@ -202,7 +204,7 @@ class _Recorder:
             kept = self._chosen_rows(call, rows)
             kinds -= {"weights", "mean"}
         if kinds:
-            kept |= reduce_call(call, kinds)
+            kept |= reduce_call(call, kinds, self.scratch)
         heads = call.shape[1]
         self.seen._attentions[name] = Attention(name, heads, queries, keys, rows, **kept)
 

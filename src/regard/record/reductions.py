@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from regard.record.calls import Call, wide
+from regard.record.scratch import Scratch
 
 #: What `record(keep=…)` can keep. Shapes: weights (b, g, queries, m), mean (b, queries, m),
 #: received (b, g, m), entropy (b, g, n), largest_logit (b, g).
@@ -23,7 +24,7 @@ def received(weights: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def reduce_call(call: Call, keep: Iterable[str]) -> dict[str, Tensor]:
+def reduce_call(call: Call, keep: Iterable[str], scratch: Scratch) -> dict[str, Tensor]:
     """The kinds in `keep` but weights and chosen queries, never holding n × m at once.
 
     With logits s, their row maximum t and e_j = exp(s_j - t), l = Σ_j e_j: weights are e / l, and
@@ -44,7 +45,7 @@ def reduce_call(call: Call, keep: Iterable[str]) -> dict[str, Tensor]:
         out["entropy"] = like.new_empty(b, g, n)
     if "largest_logit" in kinds:
         out["largest_logit"] = like.new_full((b, g), -torch.inf)
-    for images, heads, rows, logits in call.blocks():
+    for images, heads, rows, logits in call.blocks(scratch):
         top = logits.amax(-1, keepdim=True)
         if "largest_logit" in out:
             part = out["largest_logit"][images, heads]
@@ -52,7 +53,7 @@ def reduce_call(call: Call, keep: Iterable[str]) -> dict[str, Tensor]:
         if kinds == {"largest_logit"}:
             continue
         shifted = logits.sub_(top)
-        e = shifted.exp()
+        e = torch.exp(shifted, out=scratch.take("e", tuple(shifted.shape), shifted))
         total = e.sum(-1, keepdim=True)
         if "entropy" in out:
             mean = shifted.mul_(e).sum(-1) / total[..., 0]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from regard.errors import InputError
 from regard.record.calls import Call
 from regard.record.refuse import check_readable
+from regard.record.scratch import Scratch
 from regard.record.tokens import Tokens
 from regard.record.watch import Watch, undisturbed
 
@@ -72,20 +73,20 @@ def class_relevance(
     gradients = torch.autograd.grad(score, [out for out in outs if out is not None])
     start = _start(tokens, readout or _readout(model, tokens), calls[0][3])
     with undisturbed(images.device.type):
-        row = start.clone()
+        row, scratch = start.clone(), Scratch()
         for (*_, call), gradient in zip(reversed(calls), reversed(gradients), strict=True):
-            row = row + _through(row, call, call.to_heads(gradient))
+            row = row + _through(row, call, call.to_heads(gradient), scratch)
     maps = (row - start)[:, tokens.places()].unflatten(1, tokens.need_grid())
     return Relevance(maps, chosen, logits.detach())
 
 
-def _through(row: Tensor, call: Call, gradient: Tensor) -> Tensor:
+def _through(row: Tensor, call: Call, gradient: Tensor, scratch: Scratch) -> Tensor:
     """rᵀĀ of one layer, from r (b, n) and the gradient of its heads' outputs (b, g, n, e)."""
     out = torch.zeros_like(row)
     heads = call.shape[1]
     gradient = gradient.to(row.dtype)
     values = call.v.to(row.dtype)
-    for images, some, rows, logits in call.blocks():
+    for images, some, rows, logits in call.blocks(scratch):
         slope = gradient[images, some, rows] @ values[images, some].mT  # b g n e, b g m e
         weighted = slope.mul_(logits.softmax(-1)).clamp_(min=0)
         out[images] += torch.einsum("bn,bgnm->bm", row[images, rows], weighted) / heads
