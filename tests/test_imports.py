@@ -20,7 +20,7 @@ ALLOWED = {
     "runs": {"errors", "files", "images", "models", "record"},
     "views": {"errors", "files", "models", "record", "images", *RUN_READERS},
     "deploy": {"errors", "files", "models", "record", "images", *RUN_READERS},
-    "study": {"errors", "files", "images", "models", "record", "runs", "views"},
+    "study": {"errors", "files", "images", "layers", "models", "record", "runs", "views"},
 }
 # What may never be imported when a module is loaded: only inside the function that needs it.
 OPTIONAL = {

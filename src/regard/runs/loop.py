@@ -41,6 +41,8 @@ class Job:
     """The model to call in training: `state.model`, wrapped for the processes."""
     state: TrainState
     class_weights: Tensor | None
+    reference: Tensor | None
+    """Images that the model takes statistics from, where it does (see `runs.reference`)."""
     checkpoints: Checkpoints
     log: MetricsLog
     reporter: Reporter
@@ -59,11 +61,12 @@ def run(job: Job) -> None:
             lr = recipe.lr * rate(progress.step, recipe.steps, recipe.warmup)
             set_rate(state.optimizers, lr)
             sums = accumulate(job, batch)
-            norm = clip_gradient(state.model, recipe.clip)
-
             late = job.processes.main and time.monotonic() - saved > 60 * recipe.save_every
             loss_sum, weight, signals, due = job.processes.sum([*sums.tolist(), stop.number, late])
             loss = loss_sum / max(weight, 1e-12)
+            if 0 < weight < recipe.batch_size:
+                scale_gradient(state.model, recipe.batch_size / weight)
+            norm = clip_gradient(state.model, recipe.clip)
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise not_finite(job, batch)
             if weight < recipe.batch_size / 2:
@@ -98,9 +101,9 @@ def run(job: Job) -> None:
 def accumulate(job: Job, batch: Batch) -> Tensor:
     """Add up the gradient of a step's microbatches; (Σ w_i ℓ_i, Σ w_i) of this process.
 
-    The gradient is that of Σ w_i ℓ_i / B over the batch of all processes, B its size: an image
-    that could not be read counts as no gradient, not as a smaller batch. Several processes average
-    their gradients, hence the factor.
+    The gradient is that of Σ w_i ℓ_i / B over the batch of all processes, B its size; once Σ w_i
+    is known, `run` scales it to Σ w_i ℓ_i / Σ w_i. Several processes average their gradients, hence
+    the factor.
     """
     recipe, step = job.config.recipe, job.state.progress.step
     parts = batch.split(recipe.microbatch)
@@ -130,6 +133,13 @@ def part_loss(job: Job, model: Any, part: Batch, place: tuple[int, int]) -> Tens
     return (losses * part.weights).sum()
 
 
+def scale_gradient(model: nn.Module, factor: float) -> None:
+    """Multiply the gradient, for a batch of which some images could not be read."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
 def clip_gradient(model: nn.Module, clip: float) -> float:
     """Scale the gradient to norm `clip` where it is longer; its norm before. 0 does not clip."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -143,6 +153,9 @@ def evaluate_now(job: Job) -> None:
     """Measure on the val split, note the best, and write the weights that evaluation uses."""
     state, progress = job.state, job.state.progress
     with state.evaluated_weights():
+        calibrate = getattr(state.model, "calibrate", None)
+        if calibrate is not None:
+            calibrate(job.reference)
         found = predict_split(
             state.model, job.data, "val", job.config, job.processes.device, job.processes
         )

@@ -40,14 +40,17 @@ def build_optimizers(
 
 
 def block_matrices(model: nn.Module) -> dict[str, Tensor]:
-    """The matrices of linear layers inside repeated blocks (an nn.ModuleList or nn.Sequential)."""
-    found = {}
+    """The matrices inside repeated blocks (an nn.ModuleList or nn.Sequential).
+
+    These are the weights of linear layers, of pixel attention, and of convolutions that keep their
+    kernels as matrices (`layers.conv.MatrixConv`).
+    """
+    found: dict[str, Tensor] = {}
     for stack_name, stack in model.named_modules():
-        if not isinstance(stack, (nn.ModuleList, nn.Sequential)):
-            continue
-        for name, module in stack.named_modules(prefix=stack_name):
-            if isinstance(module, nn.Linear) and module.weight.requires_grad:
-                found[f"{name}.weight"] = module.weight
+        if isinstance(stack, (nn.ModuleList, nn.Sequential)):
+            for name, parameter in stack.named_parameters(prefix=stack_name):
+                if parameter.ndim == 2 and parameter.requires_grad:
+                    found[name] = parameter
     return found
 
 

@@ -34,6 +34,7 @@ from regard.runs.loop import Job, run
 from regard.runs.metrics import Evaluation
 from regard.runs.optimizer import build_optimizers
 from regard.runs.processes import Processes
+from regard.runs.reference import reference_images
 from regard.runs.reporter import Reporter
 from regard.runs.resolve import new_recipe, resumed_recipe
 from regard.runs.state import TrainState
@@ -134,6 +135,9 @@ def new_job(
         notes=(*data.notes, *notes),
     )
     job = assemble(run_config, folder, data, model, processes, reporter)
+    initialise = getattr(model, "initialise_from", None)
+    if initialise is not None and origin is None:
+        initialise(job.reference)
     for note in run_config.notes:
         reporter.say(note)
     job = with_measured(job)
@@ -206,6 +210,7 @@ def assemble(
         data = remember(data, int(recipe.memory * 1e9), workers=recipe.workers)
         reporter.say(data.notes[-1])
     split = data.splits["train"]
+    reference = reference_images(model, data, config.preprocess)
     wrapped = processes.wrap(model)
     optimizers = build_optimizers(model, recipe.optimizer, recipe.lr, recipe.weight_decay)
     batches = TrainBatches(
@@ -240,6 +245,7 @@ def assemble(
         model=wrapped,
         state=TrainState(model, optimizers, recipe.ema),
         class_weights=weights,
+        reference=None if reference is None else reference.to(processes.device),
         checkpoints=Checkpoints(folder, recipe.keep, processes.rank),
         log=log,
         reporter=reporter,
