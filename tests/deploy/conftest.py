@@ -9,6 +9,7 @@ import regard
 from regard.images import Augment, Preprocess, open_data
 from regard.runs.config import Recipe, RunConfig
 from regard.runs.folder import RunFolder
+from regard.runs.presets import COMMON
 
 VIT = {"name": "simple-vit-nano/4", "image_size": [8, 8], "channels": 1, "depth": 1}
 NET = {"name": "pixel-resnet-nano", "image_size": [8, 8], "channels": 1, "widths": [8, 16],
@@ -16,13 +17,13 @@ NET = {"name": "pixel-resnet-nano", "image_size": [8, 8], "channels": 1, "widths
 
 
 def recipe(data: str, model: dict, preprocess: Preprocess) -> Recipe:
-    return Recipe(
-        data=data, model=model["name"], preset="test", steps=30, batch_size=64, microbatch=64,
-        lr=3e-3, optimizer="adamw", weight_decay=0.0, warmup=0.0, clip=0.0, ema=0.0,
-        label_smoothing=0.0, class_weights="none", image_size=preprocess.size,
-        fit=preprocess.fit, augment=Augment(), model_options={}, seed=0, workers=0, device="cpu",
-        strategy="auto", precision="fp32", eval_every=1.0, save_every=10.0, keep=1,
-    )  # fmt: skip
+    chosen = {
+        **COMMON, "data": data, "model": model["name"], "preset": "test", "steps": 30,
+        "batch_size": 64, "microbatch": 64, "lr": 3e-3, "optimizer": "adamw",
+        "weight_decay": 0.0, "warmup": 0.0, "label_smoothing": 0.0, "augment": Augment(),
+        "image_size": preprocess.size, "fit": preprocess.fit,
+    }  # fmt: skip
+    return Recipe(**chosen)
 
 
 def fit(model, data, preprocess, steps):
