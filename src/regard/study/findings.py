@@ -3,7 +3,6 @@
 A difference is stated as one only where it is larger than the spread over seeds (`compare`).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -31,7 +30,9 @@ class Question:
 
 
 def number(value: float) -> str:
-    """Three significant digits; thousands whole, with commas."""
+    """Three significant digits; thousands whole, with commas; what only rounding made is 0."""
+    if abs(value) < 1e-9:
+        return "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -45,7 +46,7 @@ def questions(summary: Summary) -> list[Question]:
     asked = [
         Question(
             "sensitivity", f"Over learning rates from {low:g} to {high:g}",
-            "sensitivity to the rate", lambda f: f.sensitivity, number, False,
+            "the sensitivity to the rate", lambda f: f.sensitivity, number, False,
         ),
         Question(
             "at the highest rate", f"At the highest rate, {high:g},",
@@ -57,7 +58,7 @@ def questions(summary: Summary) -> list[Question]:
         ),
         Question(
             "at the lowest rate", f"At the lowest rate, {low:g},",
-            "training loss", lambda f: f.lowest.loss, number, False,
+            "the training loss", lambda f: f.lowest.loss, number, False,
         ),
     ]  # fmt: skip
     return asked[:1] + asked[2:3] if low == high else asked
@@ -211,14 +212,12 @@ def divergence_sentence(summary: Summary, optimizer: str) -> str:
 
 def never_trained(summary: Summary, optimizer: str) -> str | None:
     """A warning about a sensitivity that is low because nothing was learned."""
-    stuck = [
-        NAMES[name]
-        for name, f in summary.forms[optimizer].items()
-        if f.cells[f.best_loss_rate].loss and math.isclose(max(f.sensitivity), 0, abs_tol=1e-9)
-    ]
+    stuck = [NAMES[name] for name, f in summary.forms[optimizer].items() if not f.trained]
     if not stuck:
         return None
-    return f"No rate trained {listing(stuck)} at all, so that sensitivity 0 is no merit."
+    return (
+        f"No rate trained a model with {listing(stuck)} at all: its sensitivity of 0 is no merit."
+    )
 
 
 def conclusion(summary: Summary, optimizer: str) -> str:

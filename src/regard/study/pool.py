@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import regard
+from regard.runs.stop import Interrupted, StopSignal
 from regard.study.folder import StudyFolder, line
 from regard.study.plan import Run
 
@@ -31,18 +32,19 @@ def run_all(
     """Train `runs`, each of `steps` steps, on at most `workers` processes at a time.
 
     Each finished run is in the folder before `progress` hears of it, so whatever ends this
-    process, only runs under way are lost. Idle workers are given the next run in order.
+    process, only runs under way are lost. Idle workers are given the next run in order. Raises
+    `Interrupted` soon after SIGINT or SIGTERM.
     """
     waiting = list(reversed(runs))
     under_way: dict[int, int] = {}
     finished = 0
     news: queue.Queue[tuple[int, str]] = queue.Queue()
-    with processes(folder, min(workers, len(runs)), device, news) as pool:
+    with StopSignal() as stop, processes(folder, min(workers, len(runs)), device, news) as pool:
         for first, process in enumerate(pool):
             send(process, waiting.pop())
             under_way[first] = 0
         while under_way:
-            number, text = news.get()
+            number, text = next_news(news, stop)
             message: dict[str, Any] = (
                 json.loads(text) if text else {"failed": "it ended by itself\n"}
             )
@@ -57,6 +59,15 @@ def run_all(
                     send(pool[number], waiting.pop())
                     under_way[number] = 0
             progress(finished * steps + sum(under_way.values()), finished)
+
+
+def next_news(news: "queue.Queue[tuple[int, str]]", stop: StopSignal) -> tuple[int, str]:
+    """The next line of any worker, unless a signal comes first."""
+    while True:
+        if stop.number:
+            raise Interrupted("the study was stopped", stop.number)
+        with contextlib.suppress(queue.Empty):
+            return news.get(timeout=0.2)
 
 
 def send(process: "subprocess.Popen[str]", run: Run) -> None:
@@ -79,8 +90,6 @@ def processes(
             stdout=subprocess.PIPE,
             env=environment(),
             text=True,
-            # Ctrl-C is for the study, which then ends its workers.
-            start_new_session=True,
         )
         for _ in range(count)
     ]

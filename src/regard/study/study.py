@@ -18,6 +18,7 @@ from regard.runs.folder import RunFolder
 from regard.runs.metrics import to_csv
 from regard.runs.presets import side_for
 from regard.runs.reporter import Reporter
+from regard.runs.stop import Interrupted
 from regard.study.findings import conclusion
 from regard.study.folder import Plan, StudyFolder
 from regard.study.options import StudyOptions
@@ -90,6 +91,9 @@ def prepare(
     if most < 2:
         raise InputError(f"images is {most}; give at least 2")
     pictures = read_pictures(data, preprocess, most, say)
+    batch_size = min(batch_size, len(pictures.labels))
+    if options.batch_size is not None:
+        batch_size = options.batch_size
     settings = Settings(
         data=data.name,
         like=str(options.like) if options.like else None,
@@ -102,7 +106,7 @@ def prepare(
         model=model,
         preprocess=preprocess.to_dict(),
         steps=asked(options, "steps"),
-        batch_size=min(options.batch_size or batch_size, len(pictures.labels)),
+        batch_size=batch_size,
         warmup=asked(options, "warmup"),
         weight_decay=asked(options, "weight_decay"),
     )
@@ -174,9 +178,11 @@ def train_missing(
 
     try:
         run_all(folder, missing, steps, workers, device, progress)
-    except KeyboardInterrupt:
-        reporter.say(f"stopped; {resume_command(folder)} goes on without repeating finished runs")
-        raise
+    except Interrupted as error:
+        raise Interrupted(
+            f"stopped; {resume_command(folder)} goes on without repeating finished runs",
+            error.exit_code - 128,
+        ) from None
     finally:
         reporter.finish()
         folder.pictures_file.unlink(missing_ok=True)

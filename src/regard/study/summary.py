@@ -39,8 +39,8 @@ class FormSummary:
     sensitivity: list[float]
     best_rate: float
     """The rate of the highest mean accuracy, the smallest where several are equal."""
-    best_loss_rate: float
-    """The rate of the lowest mean loss, likewise."""
+    trained: bool
+    """Whether any run ended below its loss at initialisation."""
 
     @property
     def best(self) -> Cell:
@@ -89,7 +89,7 @@ class Summary:
                     "form": form,
                     "sensitivity": found.sensitivity,
                     "best_rate": found.best_rate,
-                    "best_loss_rate": found.best_loss_rate,
+                    "trained": found.trained,
                     "rates": [{"rate": r, **vars(cell)} for r, cell in found.cells.items()],
                 }
                 for optimizer, forms in self.forms.items()
@@ -162,5 +162,7 @@ def over_rates(cells: dict[float, Cell], results: Sequence[Result]) -> FormSumma
         cells=cells,
         sensitivity=[sensitivity(losses, initial[seed]) for seed, losses in seeds.items()],
         best_rate=max(cells, key=lambda rate: fmean(cells[rate].accuracy)),
-        best_loss_rate=min(cells, key=lambda rate: fmean(cells[rate].loss)),
+        trained=any(
+            useful(r["final_loss"], r["initial_loss"]) < r["initial_loss"] for r in results
+        ),
     )

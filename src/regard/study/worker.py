@@ -9,6 +9,7 @@ a study can be started from a notebook or an unguarded script.
 
 import json
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -47,6 +48,7 @@ def serve(folder: StudyFolder, device: torch.device, tasks: TextIO, answers: Tex
 def main() -> None:
     path, device = sys.argv[1:]
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the study, which ends its workers
     answers = sys.stdout
     sys.stdout = sys.stderr  # whatever else prints must not mix with the messages
     try:
