@@ -191,13 +191,13 @@ def measure(name: str, dtype: str, options: Any) -> dict[str, Any]:
     times = in_turn(
         {"before": lambda: run(plain), "after": lambda: run(ours)}, options.seconds, device
     )
-    ratios = [a / b for a, b in zip(times["before"], times["after"], strict=True)]
+    before, after = (statistics.median(times[side]) for side in ("before", "after"))
     got, wanted = run(ours).double(), run(plain).double()
     return {
-        "before": statistics.median(times["before"]),
-        "after": statistics.median(times["after"]),
-        "ratio": statistics.median(ratios),
-        "rounds": len(ratios),
+        "before": before,
+        "after": after,
+        "ratio": before / after,
+        "rounds": len(times["before"]),
         "difference": float((got - wanted).abs().max() / wanted.abs().max()),
         "share": share(model, inputs, device),
         "swapped": len(report.swapped),
