@@ -35,6 +35,7 @@ class RunFolder:
         self.config_file = self.path / "config.json"
         self.environment_file = self.path / "environment.json"
         self.split_file = self.path / "split.json"
+        self.quarantine_file = self.path / "quarantine.json"
         self.metrics_file = self.path / "metrics.jsonl"
         self.weights_file = self.path / "model.safetensors"
         self.evaluation_file = self.path / "evaluation.json"
@@ -80,7 +81,7 @@ class RunFolder:
 
     def not_begun(self) -> bool:
         """Whether there is nothing but what a run killed before its config.json leaves."""
-        early = (self.split_file.name, self.environment_file.name)
+        early = (self.split_file.name, self.environment_file.name, self.quarantine_file.name)
         return all(p.name in early or p.name.startswith(".") for p in self.path.iterdir())
 
     def config(self) -> RunConfig:
@@ -97,7 +98,7 @@ class RunFolder:
             recipe.data,
             channels=recipe.channels,
             record=read_json(self.split_file),
-            quarantine=recipe.quarantine,
+            quarantine=self.quarantine_file if self.quarantine_file.exists() else None,
         )
 
     def load_model(self, device: Any = "cpu") -> Any:

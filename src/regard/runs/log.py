@@ -79,6 +79,8 @@ class MetricsLog:
         self._write(progress, numbers)
         self._shown["accuracy"] = numbers["accuracy"]
         self.reporter.step(progress.step, self._shown)
+        words = f"accuracy {numbers['accuracy']:.2%}, log-loss {numbers['log_loss']:.4f}"
+        self.reporter.milestone(progress.step, words)
         self._since = time.monotonic()
 
     def notice(self, step: int, words: str) -> None:

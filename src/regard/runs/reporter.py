@@ -1,5 +1,6 @@
 """What a run says while it goes on: a progress bar with the time left, and lines above it."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ class Reporter:
         self._say = say
         self._bar: Any = None
         self._task: Any = None
+        self._total = 0
+        self._start = (0.0, 0)
 
     def say(self, line: str) -> None:
         """One line for people."""
@@ -31,6 +34,7 @@ class Reporter:
 
     def start(self, done: int, total: int) -> None:
         """Show the bar, with `done` of `total` steps behind."""
+        self._total, self._start = total, (time.monotonic(), done)
         if self.quiet or self._say is not None:
             return
         try:
@@ -56,6 +60,13 @@ class Reporter:
         if self._bar is not None:
             words = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
             self._bar.update(self._task, completed=done, numbers=words)
+
+    def milestone(self, done: int, words: str) -> None:
+        """A line with the time left, where there is no bar to show it."""
+        if self._bar is None:
+            since, first = self._start
+            left = (time.monotonic() - since) / max(done - first, 1) * (self._total - done)
+            self.say(f"step {done} of {self._total}: {words}, {left / 60:.1f} minutes left")
 
     def finish(self) -> None:
         """Take the bar away."""

@@ -33,6 +33,7 @@ from regard.runs.log import MetricsLog
 from regard.runs.loop import Job, run
 from regard.runs.metrics import Evaluation
 from regard.runs.optimizer import build_optimizers
+from regard.runs.prescan import without_quarantined
 from regard.runs.processes import Processes
 from regard.runs.reference import reference_images
 from regard.runs.reporter import Reporter
@@ -105,9 +106,8 @@ def new_job(
     origin = RunFolder.open(config.init) if config.init else None
     source = origin.config() if origin else None
     channels = config.channels or (source.preprocess.channels if source else None)
-    data = open_data(
-        config.data, channels=channels, seed=config.seed or 0, quarantine=config.quarantine
-    )
+    data = open_data(config.data, channels=channels, seed=config.seed or 0)
+    data, found = without_quarantined(data, folder, config.quarantine, processes, reporter)
     inherited = what_it_keeps(source) if source else {}
     recipe, notes = new_recipe(config, data, processes.world, inherited)
     if source is not None:
@@ -132,12 +132,11 @@ def new_job(
         classes=data.classes,
         preprocess=preprocess,
         segments=(segment(0, {}, processes),),
-        notes=(*data.notes, *notes),
+        notes=(*data.notes, *found, *notes),
     )
     job = assemble(run_config, folder, data, model, processes, reporter)
-    initialise = getattr(model, "initialise_from", None)
-    if initialise is not None and origin is None:
-        initialise(job.reference)
+    if origin is None:
+        initialise(job)
     for note in run_config.notes:
         reporter.say(note)
     job = with_measured(job)
@@ -179,6 +178,8 @@ def resume_job(
         job = with_recipe(job, steps=step + job.config.recipe.steps)
     if steps:
         load_checkpoint(folder.checkpoint(step), job.state)
+    elif stored.recipe.init is None:
+        initialise(job)
     reporter.say(f"going on after step {step} of {job.config.recipe.steps}")
     changed = {name: getattr(job.config.recipe, name) for name in changed}
     now = segment(step, changed, processes)
@@ -250,6 +251,13 @@ def assemble(
         log=log,
         reporter=reporter,
     )
+
+
+def initialise(job: Job) -> None:
+    """Let a model that starts from statistics of images take them."""
+    take = getattr(job.state.model, "initialise_from", None)
+    if take is not None:
+        take(job.reference)
 
 
 def with_measured(job: Job) -> Job:

@@ -1,0 +1,72 @@
+"""The scan of every picture before a first training, and what it leaves out."""
+
+from pathlib import Path
+
+from regard.files import read_json, write_json
+from regard.images import Data, Inspection, inspect_data, read_quarantine
+from regard.runs.folder import RunFolder
+from regard.runs.processes import Processes
+from regard.runs.reporter import Reporter
+
+
+def without_quarantined(
+    data: Data, folder: RunFolder, given: Path | None, processes: Processes, reporter: Reporter
+) -> tuple[Data, list[str]]:
+    """The data without the pictures on the run's quarantine list, and remarks for people.
+
+    The list is `given`, or made by scanning every picture (pictures unchanged since an earlier
+    scan are not read again). It is kept in the run folder, so that the run stays whole.
+    """
+    if not data.splits["train"].source.has_files:
+        return data, []
+    notes: list[str] = []
+    if processes.main:
+        if given is not None:
+            read_quarantine(given, data)  # refused here if it is another data's
+            quarantine = read_json(given)
+        else:
+            found = scan_aloud(data, reporter)
+            quarantine, notes = found.quarantine(), findings(found)
+        with folder.writing():
+            write_json(folder.quarantine_file, quarantine)
+    notes = processes.of_main(notes)
+    return data.without(read_quarantine(folder.quarantine_file, data)), notes
+
+
+def scan_aloud(data: Data, reporter: Reporter) -> Inspection:
+    """`inspect_data` with the run's progress bar."""
+    started = False
+
+    def progress(done: int, total: int) -> None:
+        nonlocal started
+        if not started:
+            reporter.start(done, total)
+            started = True
+        reporter.step(done, {})
+
+    try:
+        return inspect_data(data, progress=progress)
+    finally:
+        reporter.finish()
+
+
+def findings(found: Inspection) -> list[str]:
+    """A line for each kind of trouble found."""
+    notes = []
+    if found.unreadable:
+        first = found.unreadable[0]
+        notes.append(
+            f"{len(found.unreadable)} pictures cannot be read and are left out, such as "
+            f"{found.name(first)} ({found.fact(first).reason}); quarantine.json names all"
+        )
+    if found.leaks:
+        notes.append(
+            f"{len(found.leaks)} held-out pictures are also trained on, which makes the score look "
+            "better than it is; regard inspect shows them, and its --leaks leaves them out"
+        )
+    if found.conflicts:
+        notes.append(
+            f"{len(found.conflicts)} pairs of pictures show the same under different labels; "
+            "regard inspect shows them"
+        )
+    return notes

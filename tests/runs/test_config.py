@@ -1,0 +1,106 @@
+"""Requests, recipes and config.json."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from regard.errors import InputError
+from regard.images import Augment, open_data
+from regard.runs.config import Recipe, RunConfig, TrainConfig
+from regard.runs.folder import RunFolder
+from regard.runs.resolve import new_recipe, resumed_recipe, steps_of
+
+
+def recipe(**changes):
+    config = TrainConfig("digits", **changes)
+    return new_recipe(config, open_data("digits"), 1, {})
+
+
+def test_a_recipe_has_every_choice_of_a_request():
+    asked = {f.name for f in dataclasses.fields(TrainConfig)} - {"out", "resume"}
+    augment = {f.name for f in dataclasses.fields(Augment)}
+    assert augment < asked
+    assert {f.name for f in dataclasses.fields(Recipe)} == asked - augment | {"augment"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lr": 0.0}, "lr is 0.0; give a number above 0"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"epochs": float("inf")}, "epochs is inf"),
+        ({"batch_size": 0}, "batch_size is 0; give a number at least 1"),
+        ({"warmup": 1.5}, "warmup is 1.5; give a number at least 0 and at most 1"),
+        ({"epochs": 3, "minutes": 2}, "epochs and minutes are given together"),
+        ({"optimizer": "sgd"}, "optimizer is 'sgd'; give one of adamw, muon"),
+    ],
+)
+def test_a_bad_request_is_refused_by_name(changes, words):
+    with pytest.raises(InputError, match=re.escape(words)):
+        TrainConfig("digits", **changes)
+
+
+def test_a_microbatch_divides_the_batch():
+    with pytest.raises(InputError, match="a microbatch of 48 does not divide the batch size 64"):
+        recipe(batch_size=64, microbatch=48)
+
+
+def test_what_is_given_beats_the_preset_and_the_rest_is_its():
+    got, notes = recipe(lr=0.5, shift=2, steps=7)
+    assert (got.lr, got.steps, got.epochs, got.augment.shift) == (0.5, 7, None, 2)
+    assert (got.preset, got.model) == ("digits", "simple-vit-nano/2")
+    assert notes == ["preset digits, for this data (give --preset to choose another)"]
+
+
+def test_epochs_become_steps_rounded_up():
+    assert steps_of(1, 100, 32) == 4
+    assert steps_of(2, 96, 32) == 6
+    assert steps_of(0.01, 100, 64) == 1
+    got, _ = recipe(epochs=2, batch_size=100)
+    assert got.steps == 33  # 2 · 1618 / 100 = 32.36
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(InputError, match=r"there is no preset 'digit'; nearest: digits"):
+        recipe(preset="digit")
+
+
+def test_resume_takes_what_was_decided_and_refuses_what_would_change_the_run():
+    data = open_data("digits")
+    first, _ = recipe(steps=10, batch_size=64)
+    same, changed = resumed_recipe(first, TrainConfig("digits", resume=True), data, 1)
+    assert (same, changed) == (first, {})
+    slower, changed = resumed_recipe(first, TrainConfig("digits", lr=1e-5, workers=2), data, 1)
+    assert changed == {"lr": 1e-5, "workers": 2}
+    assert slower == dataclasses.replace(first, lr=1e-5, workers=2)
+    longer, changed = resumed_recipe(first, TrainConfig("digits", epochs=2), data, 1)
+    assert (longer.steps, longer.epochs) == (steps_of(2, 1618, 64), 2)
+    for name, value in (("batch_size", 32), ("seed", 3), ("clip", 0.5), ("model", "simple-vit-s/2"),
+                        ("preset", "small"), ("model_options", {"depth": 3})):  # fmt: skip
+        with pytest.raises(InputError, match=f"^{name} is .*, but the run was started with"):
+            resumed_recipe(first, TrainConfig("digits", **{name: value}), data, 1)
+    with pytest.raises(InputError, match=r"^augment is Augment"):
+        resumed_recipe(first, TrainConfig("digits", shift=3), data, 1)
+
+
+def test_another_number_of_processes_gets_another_microbatch():
+    first, _ = recipe(steps=10, batch_size=64)
+    two, changed = resumed_recipe(first, TrainConfig("digits"), open_data("digits"), 2)
+    assert changed == {"microbatch": 32}
+    assert two.microbatch == 32
+
+
+def test_config_json_comes_back_and_refuses_other_keys(finished):
+    folder = RunFolder(finished[0])
+    stored = json.loads(folder.config_file.read_text())
+    config = folder.config()
+    assert json.loads(json.dumps(config.to_dict())) == stored
+    with pytest.raises(InputError, match=r"c, recipe: there is no setting 'lrr'; nearest: lr"):
+        RunConfig.from_dict({**stored, "recipe": {**stored["recipe"], "lrr": 1}}, "c")
+    short = {k: v for k, v in stored["recipe"].items() if k != "lr"}
+    with pytest.raises(InputError, match="c, recipe: the setting 'lr' is missing"):
+        RunConfig.from_dict({**stored, "recipe": short}, "c")
+    with pytest.raises(InputError, match="a format this version does not read"):
+        RunConfig.from_dict({**stored, "format": 2})
