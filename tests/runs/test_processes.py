@@ -34,8 +34,8 @@ def as_json(request: TrainConfig) -> str:
 
 
 def torchrun(*requests: TrainConfig) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-               "2", str(Path(__file__).with_name("several.py")), *map(as_json, requests)]  # fmt: skip
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, str(Path(__file__).with_name("several.py")), *map(as_json, requests)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
