@@ -12,7 +12,7 @@ from regard.record.scratch import Scratch
 # Bytes of float32 scores in one block: they stay in a CPU's cache, and are little beside what a
 # forward holds anyway. A block has at least so many rows of a head, or all of them, so that the
 # product is worth its reading of the keys.
-BLOCK_BYTES = 512 << 10
+BLOCK_BYTES = 320 << 10
 LEAST_ROWS = 64
 
 
