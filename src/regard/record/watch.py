@@ -49,7 +49,10 @@ class Watch(TorchFunctionMode):
         self.grid = grid
         modules = [(m, name or type(model).__name__) for name, m in model.named_modules()]
         self.names = {m: name for m, name in modules if m is model or not is_plain(m)}
-        self._needs_mode = any(package(m) not in ("torch", "regard") for m, _ in modules)
+        self._needs_mode = any(
+            package(m) not in ("torch", "regard") or getattr(m, "writes_softmax", False)
+            for m, _ in modules
+        )
         self._like = {m for m in self.names if ATTENTION_LIKE.search(type(m).__name__)}
         self._thread = threading.get_ident()
         self.called = False

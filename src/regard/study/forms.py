@@ -35,6 +35,8 @@ class CappedAttention(Attention):
     writes its softmax out, all n × n of it, and is meant for small models only.
     """
 
+    writes_softmax = True  # which a recorder must look for; our other attention calls `attend`
+
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.queries_keys_values(x)
         logits = soft_cap(self.scale * torch.matmul(q, k.mT))  # b g n d, b g m d -> b g n m
