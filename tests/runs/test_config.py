@@ -47,6 +47,11 @@ def test_a_microbatch_divides_the_batch():
         recipe(batch_size=64, microbatch=48)
 
 
+def test_muon_is_not_sharded():
+    with pytest.raises(InputError, match="muon orthogonalises whole matrices, which fsdp spreads"):
+        recipe(optimizer="muon", strategy="fsdp")
+
+
 def test_what_is_given_beats_the_preset_and_the_rest_is_its():
     got, notes = recipe(lr=0.5, shift=2, steps=7)
     assert (got.lr, got.steps, got.epochs, got.augment.shift) == (0.5, 7, None, 2)

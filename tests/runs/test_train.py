@@ -52,12 +52,14 @@ def stop_at(step, monkeypatch, number=signal.SIGTERM):
 
 def test_the_folder_holds_what_the_map_says(finished):
     out, result, lines = finished
+    metrics = RunFolder(out).metrics()
+    scores = {m["step"]: (m["accuracy"], -m["log_loss"]) for m in metrics if "accuracy" in m}
+    assert list(scores) == [4, 8, 12]
+    kept = sorted({8, 12, max(scores, key=lambda step: scores[step])})
+    parts = ("progress.json", "state.safetensors")
     assert sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_file()) == [
         ".lock",
-        "checkpoint/step-000000008/progress.json",
-        "checkpoint/step-000000008/state.safetensors",
-        "checkpoint/step-000000012/progress.json",
-        "checkpoint/step-000000012/state.safetensors",
+        *(f"checkpoint/step-{step:09d}/{part}" for step in kept for part in parts),
         "config.json",
         "confusion.csv",
         "environment.json",
@@ -72,9 +74,7 @@ def test_the_folder_holds_what_the_map_says(finished):
     assert lines[0].startswith("preset digits")
     assert lines[-1].startswith("step 12 of 12: accuracy ")
     assert lines[-1].endswith(", 0.0 minutes left")
-    metrics = RunFolder(out).metrics()
     assert [line["step"] for line in metrics if "loss" in line] == list(range(1, 13))
-    assert [line["step"] for line in metrics if "accuracy" in line] == [4, 8, 12]
     with safe_open(out / "model.safetensors", "pt") as file:
         assert json.loads(file.metadata()["classes"]) == [str(i) for i in range(10)]
 
@@ -120,6 +120,15 @@ def test_ctrl_c_has_its_own_exit_code_and_a_changed_rate_is_a_segment(tmp_path, 
     assert config.segments[1].changed == {"lr": 1e-4}
     lrs = [line["lr"] for line in RunFolder(tmp_path / "r").metrics() if "lr" in line]
     assert lrs[1] > 1e-3 > lrs[2]
+
+
+def test_steps_given_on_resume_are_the_new_total(tmp_path):
+    done = train(tiny_config(tmp_path / "r"), say=quiet).folder
+    before = RunFolder(done).config().recipe.steps
+    train(TrainConfig("digits", out=done, resume=True, steps=before + 3), say=quiet)
+    config = RunFolder(done).config()
+    assert config.recipe.steps == before + 3
+    assert RunFolder(done).metrics()[-1]["step"] == before + 3
 
 
 def test_what_a_kill_leaves_is_swept_and_its_later_metrics_forgotten(tmp_path, monkeypatch):
@@ -288,7 +297,7 @@ def pictures(root, classes=("cat", "dog"), count=14, sizes=(12, 12)):
 
 def picture_config(data, out, **changes):
     settings = {"image_size": (8, 8), "batch_size": 8, "steps": 4, "preset": "small"}
-    return tiny_config(out, **{**settings, **changes}) if data is None else TrainConfig(
+    return TrainConfig(
         str(data), out=out, model="simple-vit-nano/4", model_options=TINY, precision="fp32",
         **{**settings, **changes},
     )  # fmt: skip

@@ -155,6 +155,11 @@ class Recipe:
                 f"a microbatch of {self.microbatch} does not divide the batch size "
                 f"{self.batch_size}; give a divisor"
             )
+        if self.strategy == "fsdp" and self.optimizer == "muon":
+            raise InputError(
+                "muon orthogonalises whole matrices, which fsdp spreads over processes; give "
+                "--optimizer adamw, or --strategy ddp"
+            )
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def resume_job(
         start_from(model, RunFolder.open(stored.recipe.init), data)
     steps = folder.saved_steps()
     step = steps[-1] if steps else 0
-    if "minutes" not in changed and recipe.steps < step:
+    if config.minutes is None and recipe.steps < step:
         raise InputError(
             f"{recipe.steps} steps are asked for, but the run has made {step}; give more, or start "
             "a new run without --resume"
@@ -173,7 +173,7 @@ def resume_job(
     processes.barrier()
     run_config = dataclasses.replace(stored, recipe=recipe)
     job = assemble(run_config, folder, data, model, processes, reporter)
-    if "minutes" in changed:
+    if config.minutes is not None:
         job = with_measured(job)
         job = with_recipe(job, steps=step + job.config.recipe.steps)
     if steps:
