@@ -10,6 +10,7 @@ from regard.errors import InputError
 from regard.images import Augment, open_data
 from regard.runs.config import Recipe, RunConfig, TrainConfig
 from regard.runs.folder import RunFolder
+from regard.runs.presets import COMMON, PRESETS
 from regard.runs.resolve import new_recipe, resumed_recipe, steps_of
 
 
@@ -53,9 +54,11 @@ def test_muon_is_not_sharded():
 
 
 def test_what_is_given_beats_the_preset_and_the_rest_is_its():
-    got, notes = recipe(lr=0.5, shift=2, steps=7)
-    assert (got.lr, got.steps, got.epochs, got.augment.shift) == (0.5, 7, None, 2)
-    assert (got.preset, got.model) == ("digits", "simple-vit-nano/2")
+    got, notes = recipe(lr=0.5, shift=3, steps=7)
+    assert (got.lr, got.steps, got.epochs, got.augment.shift) == (0.5, 7, None, 3)
+    preset = PRESETS["digits"].values
+    assert (got.preset, got.model, got.clip) == ("digits", preset["model"], COMMON["clip"])
+    assert got.weight_decay == preset["weight_decay"]
     assert notes == ["preset digits, for this data (give --preset to choose another)"]
 
 

@@ -46,7 +46,8 @@ def test_the_largest_attention_logit_is_named_with_its_layer():
     tokens = []
     net.blocks[1].register_forward_pre_hook(lambda m, i: tokens.append(i[0]))
     net(images)
-    q, k, _ = net.blocks[1].attention.queries_keys_values(tokens[0])
+    with torch.no_grad():
+        q, k, _ = net.blocks[1].attention.queries_keys_values(tokens[0])
     largest = max(
         abs(float(q[i, g, n] @ k[i, g, m]))
         for i in range(4) for g in range(2) for n in range(4) for m in range(4)

@@ -1,6 +1,7 @@
 """What to do when the numbers go wrong: name where a NaN began, notice a loss that leaps."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -57,7 +58,10 @@ def diagnose(
         found += [f"the training image at position {n}" for n in odd]
         with Watched(model) as watched:
             loss = loss_of(i, part)
-            loss.backward()  # whatever was found: other processes may wait for this one's gradient
+            # Whatever was found: other processes may wait for this one's gradient.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # hooks that no gradient reaches
+                loss.backward()
         if watched.first:
             found.append(f"{watched.first} ({watched.largest_logit()})")
         if not finite(loss):
