@@ -213,7 +213,7 @@ def report(
             if rows:
                 parts += [
                     f"**{dtype}, {mode}**: milliseconds (error)",
-                    *_section(rows, what, peers),
+                    *_section(rows, what, peers, against),
                 ]
     return "\n\n".join(parts)
 

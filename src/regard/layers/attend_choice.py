@@ -152,6 +152,8 @@ def _choose_cpu(problem: Problem) -> Choice:
     """float32 and float64; also half precision computed in float32, for want of instructions."""
     if problem.d != problem.e:
         return Choice("blocked", "torch's fused kernel on CPU needs values as wide as keys")
+    if problem.dtype == torch.bfloat16 and not problem.grad:
+        return Choice("sdpa", "torch's fused kernel needs no float32 copies of bfloat16 operands")
     few = max(FEW_KEYS, problem.d // 2)
     if problem.m > few:
         return Choice("sdpa", f"with more than {few} keys torch's fused kernel is fastest")

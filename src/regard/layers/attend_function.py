@@ -42,7 +42,7 @@ class KernelAttention(torch.autograd.Function):
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
         if kernel == "sdpa":
-            return fused_forward(q, k, v, scale, rounded)
+            return fused_forward(q, k, v, scale, rounded, keep)
         run = blocked_op if torch.compiler.is_compiling() else blocked
         return run(q, k, v, scale, rounded, budget, keep)
 
@@ -157,10 +157,15 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
 
 
 def fused_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, rounded: bool
+    q: Tensor, k: Tensor, v: Tensor, scale: float, rounded: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """torch's fused kernel for CPU: the result and lse (b, g, n)."""
+    """torch's fused kernel for CPU: the result and lse (b, g, n).
+
+    Its bfloat16 forward pass is fast on any CPU, its backward only with bfloat16 instructions.
+    """
     held = precision(q.dtype, "cpu", rounded).weight
+    if q.dtype == torch.bfloat16 and not keep:
+        held = q.dtype
     qw, kw, vw = readable(held, [q, k, v])
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(qw, kw, vw, scale=scale)
     return out[..., : v.shape[-1]].to(q.dtype), lse
