@@ -7,9 +7,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "src" / "regard"
 
+BASE = {"errors", "devices", "files"}
 RUN_READERS = {"runs.folder", "runs.config", "runs.metrics"}
 ALLOWED = {
     "errors": set(),
+    "devices": {"errors"},
     "files": {"errors"},
     "layers": {"errors", "files"},
     "foreign": {"errors", "files", "layers"},
@@ -17,10 +19,20 @@ ALLOWED = {
     "models": {"errors", "files", "layers"},
     "weights": {"errors", "files", "layers", "models", "foreign"},
     "images": {"errors", "files"},
-    "runs": {"errors", "files", "images", "models", "record"},
-    "views": {"errors", "files", "models", "record", "images", *RUN_READERS},
-    "deploy": {"errors", "files", "models", "record", "images", *RUN_READERS},
-    "study": {"errors", "files", "images", "layers", "models", "record", "runs", "views"},
+    "runs": {*BASE, "images", "models", "record"},
+    "views": {"errors", "devices", "files", "models", "record", "images", *RUN_READERS},
+    "deploy": {"errors", "devices", "files", "models", "record", "images", *RUN_READERS},
+    "study": {
+        "errors",
+        "devices",
+        "files",
+        "images",
+        "layers",
+        "models",
+        "record",
+        "runs",
+        "views",
+    },
 }
 # What may never be imported when a module is loaded: only inside the function that needs it.
 OPTIONAL = {

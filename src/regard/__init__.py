@@ -18,7 +18,7 @@ from regard.layers.attend_explain import explain
 from regard.layers.pixel_attention import PixelAttention, pixel_attention
 from regard.models.create import create
 from regard.models.simple_vit import SimpleViT
-from regard.record import record
+from regard.record import attention_health, class_relevance, record
 from regard.weights import accelerate, restore
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ __all__ = [
     "SimpleViT",
     "accelerate",
     "attend",
+    "attention_health",
     "attention_kernel",
+    "class_relevance",
     "create",
     "explain",
     "load",

@@ -39,7 +39,7 @@ def names(folder):
 
 
 def test_one_picture_gets_a_page_and_two_pngs(run, pictures):
-    result = look(LookOptions(run=run, images=(pictures[0],), at="29,1", class_name="3"))
+    result = look(LookOptions(run=run, images=(pictures[0],), at="29,1", class_="3"))
     assert result.page == run / "look" / "look.html"
     assert names(run / "look") == ["a b-heads.png", "a b.png", "look.html"]
     assert result.pictures == (run / "look" / "a b.png", run / "look" / "a b-heads.png")
@@ -72,10 +72,10 @@ def test_what_is_not_there_is_refused(run, pictures, tmp_path):
 
     refused("head 9 is not there: .* has heads 1 to", head=9)
     refused("there is no layer '99'; give 1 to", layer="99")
-    refused("there is no class 'cow'; the model knows '0'", class_name="cow")
+    refused("there is no class 'cow'; the model knows '0'", class_="cow")
     refused("x=400, y=2 is outside what the model saw", at="400,2")
     refused("at is '4'; give X,Y in pixels", at="4")
-    refused("device is 'tpu9'; give auto", device="tpu9")
+    refused("there is no device 'tpu9'; give auto", device="tpu9")
     refused("no pictures came", images=())
     refused("none.png cannot be read", images=(tmp_path / "none.png",))
     assert not (tmp_path / "x").exists()

@@ -14,6 +14,7 @@ from regard.deploy.facts import digest
 from regard.deploy.pictures import each_picture
 from regard.deploy.runners import SUFFIXES, ModuleRunner, Runner, open_file
 from regard.deploy.source import check_classes, open_model
+from regard.devices import pick_device
 from regard.errors import InputError
 from regard.files import read_metadata, read_weights
 from regard.images import Preprocess
@@ -117,7 +118,7 @@ class Predictor:
         """Move the model; None leaves it where it is, "auto" takes the accelerator there is."""
         if device is None:
             return self
-        where = choose_device(device)
+        where = pick_device(device)
         if isinstance(self.runner, ModuleRunner):
             self.runner = ModuleRunner(self.runner.module, where)
         elif where.type != "cpu" and str(device) != "auto":
@@ -186,7 +187,7 @@ def load(
     (.pt2) can run code of its author: it needs `trusted=True`.
     """
     path = Path(run_or_file)
-    where = choose_device(device)
+    where = pick_device(device)
     if path.suffix in SUFFIXES.values():
         return load_export(path, where, trusted)
     if path.suffix == ".safetensors":
@@ -241,23 +242,3 @@ def load_weights(path: Path, device: torch.device) -> Predictor:
         source=str(path),
         identity=digest(path),
     )
-
-
-def choose_device(device: str | torch.device) -> torch.device:
-    """A device by name; "auto" is the accelerator where there is one."""
-    if str(device) == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        raise InputError(f"there is no device {device!r}; give auto, cpu, cuda or mps") from None
-    there = {
-        "cpu": True,
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-    }
-    if not there.get(chosen.type, False):
-        raise InputError(f"device {device} is not on this machine; give auto or cpu")
-    return chosen

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from regard.devices import pick_device
 from regard.errors import InputError, nearest
 from regard.files import write_json, write_text
 from regard.images import Data, Split, eval_batches, open_data
 from regard.runs.config import RunConfig
 from regard.runs.folder import RunFolder
 from regard.runs.metrics import Evaluation
-from regard.runs.processes import Processes, check_device
+from regard.runs.processes import Processes
 
 
 def predict_split(
@@ -132,16 +133,6 @@ def joined(splits: list[Split]) -> Split:
     labels = np.concatenate([split.labels for split in splits])
     order = np.argsort(items)
     return Split(splits[0].source, items[order], labels[order], splits[0].num_classes)
-
-
-def pick_device(device: str) -> torch.device:
-    """A device by name; "auto" is the accelerator where there is one."""
-    check_device(device)
-    if device != "auto":
-        return torch.device(device)
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
 def write_evaluation(folder: RunFolder, evaluation: Evaluation) -> None:

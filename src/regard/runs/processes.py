@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from regard.devices import pick_device
 from regard.errors import InputError, MissingExtraError
 
 
@@ -22,7 +23,7 @@ class Processes:
     def __init__(self, device: str, strategy: str) -> None:
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         here = int(os.environ.get("LOCAL_WORLD_SIZE", str(self.world)))
-        check_device(device)
+        pick_device(device)
         self.fabric = make_fabric(device, strategy, self.world, here)
         self.fabric.launch()
         self.rank: int = self.fabric.global_rank
@@ -68,19 +69,6 @@ class Processes:
         """Wait for all."""
         if self.world > 1:
             dist.barrier()
-
-
-def check_device(device: str) -> None:
-    """Refuse a device that is not there."""
-    there = {
-        "auto": True,
-        "cpu": True,
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-    }
-    if not there[device]:
-        here = ", ".join(name for name, yes in there.items() if yes)
-        raise InputError(f"device is {device!r}, which PyTorch does not find here; give {here}")
 
 
 def make_fabric(device: str, strategy: str, world: int, here: int) -> Any:

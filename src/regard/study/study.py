@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from regard.devices import pick_device
 from regard.errors import InputError
 from regard.files import write_text
 from regard.images import Data, Preprocess, open_data
 from regard.models.create import create
-from regard.runs.evaluate import pick_device
 from regard.runs.folder import RunFolder
 from regard.runs.metrics import to_csv
 from regard.runs.presets import side_for

@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import torch
 
+from regard.devices import pick_device
 from regard.errors import InputError
 from regard.files import write_text
 from regard.images import Preprocess, decode
@@ -33,7 +34,7 @@ class LookOptions:
     """Picture files."""
     out: Path | None = None
     """The folder for what is written; look/ in the run folder if not given."""
-    class_name: str | None = None
+    class_: str | None = None
     """Show the relevance for this class."""
     at: str | None = None
     """Look from this place: X,Y in pixels of the original picture."""
@@ -64,9 +65,9 @@ def look(options: LookOptions) -> LookResult:
         raise InputError("no pictures came; give one picture file or more")
     folder = RunFolder.open(options.run)
     config = folder.config()
-    model = folder.load_model(device_named(options.device))
+    model = folder.load_model(pick_device(options.device))
     pictures = [read_picture(path, config.preprocess) for path in options.images]
-    wanted = [] if options.class_name is None else [options.class_name]
+    wanted = [] if options.class_ is None else [options.class_]
     looks = [look_at(model, one, config.classes, wanted=wanted) for one in pictures]
     starts = [opening(options, found) for found in looks]
     measured = None
@@ -83,20 +84,6 @@ def look(options: LookOptions) -> LookResult:
     if len(looks) > 1:
         write_text(out / "look.html", index(names, looks))
     return LookResult(out / "look.html", tuple(written), measured)
-
-
-def device_named(name: str) -> torch.device:
-    """The device of that name; "auto" takes an accelerator where there is one."""
-    if name != "auto":
-        try:
-            return torch.device(name)
-        except RuntimeError:
-            raise InputError(f"device is {name!r}; give auto, cpu, cuda or mps") from None
-    if torch.accelerator.is_available():
-        found = torch.accelerator.current_accelerator()
-        assert found is not None
-        return found
-    return torch.device("cpu")
 
 
 def read_picture(path: Path, preprocess: Preprocess) -> Picture:
@@ -128,7 +115,7 @@ def opening(options: LookOptions, found: Look) -> dict[str, Any]:
         row, column = cell_at((y, x), found.picture.geometry, size, maps.grid)
         at = ((row + 0.5) / maps.grid[0], (column + 0.5) / maps.grid[1])
     view = VIEWS[0]
-    if options.class_name is not None:
+    if options.class_ is not None:
         if not found.relevance:
             raise InputError(f"there is no relevance for a class: {found.without}")
         view = "relevance"
