@@ -140,7 +140,7 @@ def export_command(arguments: list[str]) -> int:
     """`regard export`: one file, proven equal."""
     from regard.deploy.export import ExportOptions, export
 
-    print(export(parse(ExportOptions, "export", arguments, ("run",)), say))
+    print(export(parse(ExportOptions, "export", with_out(arguments), ("run",)), say))
     return 0
 
 

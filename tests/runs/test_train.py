@@ -1,5 +1,6 @@
 """A run from the request to the folder: exact, resumable, and clear when it cannot go on."""
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -16,6 +17,8 @@ from safetensors import safe_open
 from regard.errors import InputError
 from regard.files import read_weights
 from regard.images import open_data
+from regard.models.create import create
+from regard.models.simple_vit import SimpleViT
 from regard.runs import loop
 from regard.runs.config import TrainConfig
 from regard.runs.evaluate import evaluate
@@ -39,15 +42,15 @@ def digest(run):
 
 def stop_at(step, monkeypatch, number=signal.SIGTERM):
     """Send this process a signal in the middle of a step."""
-    real, calls = loop.clip_gradient, []
+    real, calls = loop.accumulate, []
 
-    def clip(model, limit):
+    def accumulate(job, batch):
         calls.append(1)
         if len(calls) == step:
             os.kill(os.getpid(), number)
-        return real(model, limit)
+        return real(job, batch)
 
-    monkeypatch.setattr(loop, "clip_gradient", clip)
+    monkeypatch.setattr(loop, "accumulate", accumulate)
 
 
 def test_the_folder_holds_what_the_map_says(finished):
@@ -309,9 +312,12 @@ def test_a_bad_file_is_named_and_left_out_and_a_changed_dataset_refused(tmp_path
     bad.write_bytes(bad.read_bytes()[:60])
     lines = []
     result = train(picture_config(data, tmp_path / "run", steps=12), say=lines.append)
-    read_in_training = any(f"left out {bad}" in line or bad.name in line for line in lines)
-    measured = any(bad.name in name for name, _ in result.evaluation.unreadable)
-    assert read_in_training or measured
+    said = [line for line in lines if "1 pictures cannot be read and are left out" in line]
+    assert bad.name in said[0]
+    kept = json.loads((tmp_path / "run" / "quarantine.json").read_text())
+    assert [Path(entry["name"]).name for entry in kept["quarantined"]] == [bad.name]
+    assert result.evaluation.unreadable == ()
+    assert evaluate(tmp_path / "run").accuracy == result.accuracy
     (data / "dog" / "new.png").write_bytes((data / "dog" / "0.png").read_bytes())
     with pytest.raises(InputError, match="has changed since its split was made"):
         train(TrainConfig(str(data), out=tmp_path / "run", resume=True), say=quiet)
@@ -405,8 +411,6 @@ def test_the_first_gradient_is_that_of_the_weighted_loss(tmp_path, monkeypatch):
     job, batch = jobs[0]
     counts = np.bincount(job.data.splits["train"].labels)
     torch.manual_seed(0)
-    from regard.models.create import create
-
     model = create(**job.config.model)
     total = 0.0
     for image, label in zip(batch.images, batch.labels.tolist(), strict=True):
@@ -415,6 +419,36 @@ def test_the_first_gradient_is_that_of_the_weighted_loss(tmp_path, monkeypatch):
             target = 0.9 * (c == label) + 0.1 / 2
             total = total - counts.sum() / (2 * counts[c]) * target * logs[c]
     (total / 8).backward()
+    for ours, parameter in zip(kept[0], model.parameters(), strict=True):
+        assert torch.allclose(ours, parameter.grad, atol=1e-6)
+
+
+def test_images_that_could_not_be_read_do_not_weaken_the_gradient(tmp_path, monkeypatch):
+    data = pictures(tmp_path / "data", count=9)
+    seen, kept = [], []
+    accumulate, clip = loop.accumulate, loop.clip_gradient
+
+    def with_a_hole(job, batch):
+        weights = batch.weights.clone()
+        weights[0] = 0
+        seen.append((job, batch))
+        return accumulate(job, dataclasses.replace(batch, weights=weights))
+
+    def look(model, limit):
+        kept.append([p.grad.clone() for p in model.parameters()])
+        return clip(model, limit)
+
+    monkeypatch.setattr(loop, "accumulate", with_a_hole)
+    monkeypatch.setattr(loop, "clip_gradient", look)
+    train(picture_config(data, tmp_path / "run", steps=1, microbatch=4), say=quiet)
+    job, batch = seen[0]
+    torch.manual_seed(0)
+    model = create(**job.config.model)
+    losses = torch.nn.functional.cross_entropy(
+        model(batch.images), batch.targets, reduction="none",
+        label_smoothing=job.config.recipe.label_smoothing,
+    )  # fmt: skip
+    losses[1:].mean().backward()
     for ours, parameter in zip(kept[0], model.parameters(), strict=True):
         assert torch.allclose(ours, parameter.grad, atol=1e-6)
 
@@ -440,17 +474,23 @@ def test_precision_is_measured_once_and_stored(tmp_path):
 
 
 def test_bf16_is_the_forward_pass_only(tmp_path, monkeypatch):
-    kinds = []
-    real = torch.nn.functional.linear
+    # What the layers make of autocast depends on the CPU; that it is on, and where, does not.
+    forward, loss = [], []
+    real_forward, real_loss = SimpleViT.forward, loop.F.cross_entropy
 
-    def spy(x, w, b=None):
-        out = real(x, w, b)
-        kinds.append((w.dtype, out.dtype))
-        return out
+    def spy_forward(self, images):
+        forward.append(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
+        return real_forward(self, images)
 
-    monkeypatch.setattr(torch.nn.functional, "linear", spy)
+    def spy_loss(logits, *args, **options):
+        loss.append((torch.is_autocast_enabled("cpu"), logits.dtype))
+        return real_loss(logits, *args, **options)
+
+    monkeypatch.setattr(SimpleViT, "forward", spy_forward)
+    monkeypatch.setattr(loop.F, "cross_entropy", spy_loss)
     train(tiny_config(tmp_path / "run", steps=1, precision="bf16"), say=quiet)
-    assert (torch.float32, torch.bfloat16) in kinds
+    assert forward[0] == torch.bfloat16
+    assert loss == [(False, torch.float32)]
     weights = read_weights(tmp_path / "run" / "model.safetensors")
     assert {t.dtype for t in weights.values()} == {torch.float32}
 
