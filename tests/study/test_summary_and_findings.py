@@ -75,7 +75,7 @@ def test_a_clear_difference_is_said_and_numbered(made_study):
     words = conclusion(summary, "adamw")
     assert words.startswith(
         "With AdamW, every form of QK norm makes the learning rate matter less here; at the best "
-        "rate of each the accuracy is the same within the spread."
+        "rate of each it shows no difference in accuracy larger than the spread."
     )
     assert "2,600 with no QK norm, 49 with soft cap, 12 with unit norm and 15" in words
     assert "every norm lowers it further than the cap" in words
@@ -86,8 +86,10 @@ def test_no_difference_is_not_called_one(made_study):
     words = conclusion(summarise(*made_study(alike)), "adamw")
     assert "lower with" not in words
     assert "higher with" not in words
-    assert "does not change how much the learning rate matters by more than the spread" in words
-    assert "Capping the logits alone does not change the sensitivity" in words
+    assert (
+        "shows no effect of QK norm on how much the learning rate matters that is larger" in words
+    )
+    assert "Capping the logits alone changes the sensitivity by no more than the spread" in words
 
 
 def test_a_large_difference_within_a_larger_spread_is_not_called_one(made_study):

@@ -71,7 +71,7 @@ def test_a_run_is_a_plain_loop():
         squares = sum(float(p.grad.double().square().sum()) for p in model.parameters())
         norms.append(math.sqrt(squares))
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     found = trial(run, settings, pictures)
     assert found["initial_loss"] == pytest.approx(losses[0], rel=1e-5)
     assert found["final_loss"] == pytest.approx(sum(losses[-2:]) / 2, rel=1e-3)

@@ -140,14 +140,15 @@ def headline(summary: Summary, optimizer: str) -> str:
     range_words = {
         "better": "every form of QK norm makes the learning rate matter less here",
         "worse": "every form of QK norm makes the learning rate matter more here",
-        "same": "QK norm does not change how much the learning rate matters by more than the "
-        "spread",
+        "same": "this study shows no effect of QK norm on how much the learning rate matters "
+        "that is larger than the spread",
         "mixed": "some forms of QK norm change how much the learning rate matters, others not",
     }
     tuned_words = {
         "better": "it is more accurate at its best rate too",
         "worse": "at its best rate it is less accurate",
-        "same": "at the best rate of each the accuracy is the same within the spread",
+        "same": "at the best rate of each it shows no difference in accuracy larger than the "
+        "spread",
         "mixed": "at the best rate of each the forms differ among themselves",
     }
     return f"With {OPTIMIZER_NAMES[optimizer]}, {range_words[widens]}; {tuned_words[tuned]}."
@@ -184,7 +185,7 @@ def control_sentence(summary: Summary, optimizer: str) -> str | None:
     left = {form: compare(forms[form].sensitivity, cap) for form in norms}
     better = [f for f in norms if left[f].clear and left[f].difference < 0]
     if not gain.clear:
-        first = "Capping the logits alone does not change the sensitivity by more than the spread"
+        first = "Capping the logits alone changes the sensitivity by no more than the spread"
     elif gain.difference < 0:
         first = "Capping the logits alone lowers the sensitivity"
     else:

@@ -37,7 +37,7 @@ STYLE = Html("""<style>
 .scroll { overflow-x: auto; } .multiples { display: grid; gap: .5rem; min-width: 46rem; }
 .multiples figure { padding: .35rem .4rem; } .multiples figcaption { font-size: .78rem; margin: 0; }
 .multiples svg { font-size: 15px; } .answer { font-size: 1.05rem; max-width: 48rem; }
-.answer::first-line { font-weight: 600; } summary { cursor: pointer; font-weight: 600; }
+summary { cursor: pointer; font-weight: 600; }
 </style>""")
 
 SCRIPT = Html("""<script>
