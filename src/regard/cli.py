@@ -156,7 +156,8 @@ def study_command(arguments: list[str]) -> int:
     """`regard study`: whether QK norm helps on this data."""
     from regard.study import StudyOptions, study
 
-    print(study(parse(StudyOptions, "study", arguments, ("data",))))
+    result = study(parse(StudyOptions, "study", arguments, ("data",)))
+    print(f"{result.conclusion}\npage        {result.page}")
     return 0
 
 
