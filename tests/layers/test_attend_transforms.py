@@ -122,3 +122,13 @@ def test_autocast_casts_the_operands(kernel):
     assert torch.equal(out, mixed)
     out.float().sum().backward()
     assert q.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kernel", ["auto", "plain", "sdpa", "blocked"])
+def test_gradients_taken_outside_of_vmap(kernel):
+    q, k, v = (torch.randn(3, 2, 40, 8, requires_grad=True) for _ in range(3))
+    per_sample = torch.vmap(lambda a, b, c: attend(a, b, c, kernel=kernel).square().sum())
+    found = torch.autograd.grad(per_sample(q, k, v).sum(), (q, k, v))
+    expected = torch.autograd.grad(attend(q, k, v, kernel="plain").square().sum(), (q, k, v))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -78,8 +78,11 @@ class KernelAttention(torch.autograd.Function):
             x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
             return x.flatten(0, 1)
 
-        folded = (fold(x, dim) for x, dim in zip((q, k, v), in_dims[:3], strict=True))
-        out, lse = KernelAttention.apply(*folded, *rest)
+        folded = [fold(x, dim) for x, dim in zip((q, k, v), in_dims[:3], strict=True)]
+        # Inside vmap a tensor does not show that it is differentiated outside of it.
+        *settings, keep = rest
+        keep = keep or (torch.is_grad_enabled() and any(x.requires_grad for x in folded))
+        out, lse = KernelAttention.apply(*folded, *settings, keep)
         lse = lse.unflatten(0, (size, -1)) if lse.numel() else lse.expand(size, 0)
         return (out.unflatten(0, (size, -1)), lse), (0, 0)
 
