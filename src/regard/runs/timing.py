@@ -74,8 +74,8 @@ def plan_steps(job: Job) -> tuple[int, str]:
     return steps, f"{steps} steps of {1000 * step:.0f} ms fit into {recipe.minutes:g} minutes"
 
 
-def seconds(work: Callable[[], object], device: torch.device, repeats: int = 3) -> float:
-    """The median time of `work` after one call to warm up."""
+def seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    """The shortest time of `work` after a call to warm up: other programs can only add to it."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -83,7 +83,7 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int = 3) 
         if device.type != "cpu":
             getattr(torch, device.type).synchronize()
         times.append(time.perf_counter() - start)
-    return median(times[1:])
+    return min(times[1:])
 
 
 def with_recipe(job: Job, **changes: Any) -> Job:
