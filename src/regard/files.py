@@ -6,10 +6,11 @@ import os
 import pickle
 import re
 import shutil
+import socket
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,26 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         sync(path.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path, refusal: Callable[[str], str]) -> Iterator[None]:
+    """Hold the file `path` as a lock, which the system frees with the process.
+
+    Where another process holds it, `InputError` says `refusal` of that process, in words.
+    """
+    import fcntl
+
+    with path.open("a+") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            handle.seek(0)
+            raise InputError(refusal(handle.read().strip() or "another process")) from None
+        handle.truncate(0)
+        handle.write(f"process {os.getpid()} on {socket.gethostname()}")
+        handle.flush()
+        yield
 
 
 def sync(path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from regard.deploy.rows import Columns, Row, format_of, join
 from regard.errors import InputError, RegardError
-from regard.files import atomic_write, read_json, write_json
+from regard.files import atomic_write, locked, read_json, write_json
 
 ROWS = 2048
 SECONDS = 30.0
@@ -42,21 +42,18 @@ class Parts:
 
         Refuses an output that exists and a folder of another job, unless `force` removes them.
         """
-        import fcntl
-
         if not self.out.parent.is_dir():
             raise InputError(f"{self.out.parent} is no folder; create it first")
         if self.out.exists() and not force:
             raise InputError(f"{self.out} exists already; give another -o, or --force")
         try:
             self.folder.mkdir(exist_ok=True)
-            with open(self.folder / ".lock", "w") as lock:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise InputError(
-                        f"{self.out} is being written by another process; wait for it or stop it"
-                    ) from None
+            with locked(
+                self.folder / ".lock",
+                lambda holder: (
+                    f"{self.out} is being written by another process; wait for it or stop it"
+                ),
+            ):
                 self._adopt(job, force)
                 yield self.done
         except OSError as error:

@@ -7,13 +7,12 @@ import json
 import os
 import shlex
 import shutil
-import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from regard.errors import InputError, RegardError
-from regard.files import read_json, read_weights, write_json, write_text, write_weights
+from regard.files import locked, read_json, read_weights, write_json, write_text, write_weights
 from regard.images import Data, open_data
 from regard.models.create import create
 from regard.runs.config import RunConfig
@@ -147,24 +146,18 @@ class RunFolder:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Keep every other training out of this folder; the system frees it with the process."""
-        import fcntl
-
-        with self.writing():
-            self.path.mkdir(parents=True, exist_ok=True)
-            handle: IO[str] = self.lock_file.open("a+")
-        with handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                handle.seek(0)
-                holder = handle.read().strip() or "another process"
-                raise InputError(
-                    f"{self} is being written by {holder}; wait for it or stop it, or give "
-                    "another --out"
-                ) from None
-            handle.truncate(0)
-            handle.write(f"process {os.getpid()} on {socket.gethostname()}")
-            handle.flush()
+        with contextlib.ExitStack() as stack:
+            with self.writing():
+                self.path.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(
+                    locked(
+                        self.lock_file,
+                        lambda holder: (
+                            f"{self} is being written by {holder}; wait for it or stop it, or give "
+                            "another --out"
+                        ),
+                    )
+                )
             yield
 
     @contextlib.contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.errors import InputError
-from regard.files import read_json, write_json
+from regard.files import locked, read_json, write_json
 from regard.study.plan import Grid, Run, Settings
 
 
@@ -104,16 +104,11 @@ class StudyFolder:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Keep every other study out of this folder; the system frees it with the process."""
-        import fcntl
-
         self.runs.mkdir(parents=True, exist_ok=True)
-        with self.lock_file.open("a+") as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise InputError(
-                    f"another study is writing {self}; wait for it, or give another --out"
-                ) from None
+        with locked(
+            self.lock_file,
+            lambda holder: f"another study is writing {self}; wait for it, or give another --out",
+        ):
             yield
 
 
