@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from regard import InputError, attend
-from regard.layers import hardware
+from regard import InputError, attend, hardware
 from regard.layers.attend_choice import attention_kernel
 
 KERNELS = ("auto", "plain", "sdpa", "blocked")

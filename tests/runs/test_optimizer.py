@@ -49,7 +49,7 @@ def test_muon_takes_the_blocks_matrices_and_adamw_the_rest():
 
 @pytest.mark.parametrize("shape", [(12, 8), (8, 12), (8, 8)])
 def test_muon_follows_torchs(shape, monkeypatch):
-    monkeypatch.setattr(muon, "product_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(muon, "product_dtype", lambda dtype, device: dtype)
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(shape)) for _ in range(2)]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]

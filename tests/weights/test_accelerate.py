@@ -194,7 +194,7 @@ def test_copies_and_pickles_stay_accelerated_and_restorable(case):
 @pytest.mark.parametrize("name", ["ldm", "guided", "timm"])
 @pytest.mark.parametrize("instructions", [True, False], ids=["bf16 instructions", "none"])
 def test_autocast_and_half_precision_stay_near(name, instructions, monkeypatch):
-    monkeypatch.setattr("regard.layers.hardware.BF16_PRODUCTS", instructions)
+    monkeypatch.setattr("regard.hardware.BF16_PRODUCTS", instructions)
     dtype = torch.bfloat16
     make, arguments, _ = MODELS[name]
     torch.manual_seed(1)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from regard import hardware
 from regard.errors import InputError, nearest
-from regard.layers import hardware
 
 KERNELS = ("plain", "sdpa", "blocked")
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.layers import hardware
+from regard import hardware
 
 
 class Precision(NamedTuple):

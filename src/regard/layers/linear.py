@@ -15,7 +15,7 @@ class Linear(nn.Linear):
     """x Wᵀ + b with W and b in x's dtype.
 
     Half-precision weights meet float32 tokens where the CPU has no half-precision instructions
-    (`layers.hardware`): the products are then exact, and many times faster.
+    (`regard.hardware`): the products are then exact, and many times faster.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import InputError
+from regard.hardware import native_products, working_dtype
 from regard.layers.checks import count, divisor
-from regard.layers.hardware import native_products, working_dtype
 from regard.layers.pixel_fold import FoldCache, attend_folded, may_fold
 from regard.layers.pixel_params import (
     KEYS,

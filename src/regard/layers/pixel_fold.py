@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.hardware import native_products, working_dtype
 from regard.layers.attend import attend
-from regard.layers.hardware import native_products, working_dtype
 from regard.layers.pixel_params import PixelParams
 from regard.layers.pixel_steps import add_projected, attend_packed, normed_tokens, project
 

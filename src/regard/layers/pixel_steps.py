@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from regard.hardware import may_overwrite, working_dtype
 from regard.layers.attend import attend
 from regard.layers.group_norm import group_norm
-from regard.layers.hardware import may_overwrite, working_dtype
 
 
 def normed_tokens(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import InputError, nearest
-from regard.layers.hardware import may_overwrite
+from regard.hardware import may_overwrite
 
 Form = Literal["unit", "rms", "layer"]
 FORMS: tuple[str, ...] = get_args(Form)

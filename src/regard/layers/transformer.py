@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from regard.hardware import may_overwrite
 from regard.layers.attend import attend
-from regard.layers.hardware import may_overwrite
 from regard.layers.linear import LayerNorm, Linear
 from regard.layers.qk_norm import Form, QKNorm, logit_scale
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from regard.errors import InputError
+from regard.hardware import native_products, working_dtype
 from regard.layers.checks import check_images, count, pair, share
 from regard.layers.conv_stem import ConvStem
-from regard.layers.hardware import native_products, working_dtype
 from regard.layers.linear import LayerNorm, Linear
 from regard.layers.patches import check_divisible, keep_some, patchify
 from regard.layers.positions import check_position_dim, sincos_2d_once

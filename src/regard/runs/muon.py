@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.hardware import product_dtype
+
 # The quintic of Jordan et al. 2024: steep at 0, so that small singular values rise fast.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
@@ -77,7 +79,7 @@ def orthogonalise(updates: Tensor, steps: int) -> Tensor:
     X ← a X + (b A + c A²) X with A = X Xᵀ, after scaling to Frobenius norm 1.
     """
     a, b, c = QUINTIC
-    x = updates.to(product_dtype(updates.device))
+    x = updates.to(product_dtype(torch.bfloat16, updates.device.type))
     tall = x.shape[1] > x.shape[2]
     x = x.transpose(1, 2) if tall else x
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -86,12 +88,3 @@ def orthogonalise(updates: Tensor, steps: int) -> Tensor:
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return (x.transpose(1, 2) if tall else x).to(updates.dtype)
-
-
-def product_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the device multiplies it in hardware, else float32."""
-    if device.type == "cuda":
-        return torch.bfloat16
-    if device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.bfloat16
-    return torch.float32
