@@ -11,7 +11,7 @@ from PIL import Image
 from regard.errors import InputError
 from regard.images import UnreadableImage, decode, to_channels
 from regard.images.decode import _check_size, _decode_pillow, read_header
-from regard.images.jpeg import decode_plain_jpeg
+from regard.images.jpeg import decode_jpeg
 
 RNG = np.random.default_rng(0)
 COLOUR = RNG.integers(0, 256, (5, 7, 3), np.uint8)
@@ -30,8 +30,24 @@ def pixels(raw, channels=3):
     return tensor.permute(1, 2, 0).numpy()
 
 
-def decode_plain(raw):
-    return decode_plain_jpeg(raw, _check_size)
+def check_fast(raw, orientation=1):
+    """The fast path takes this file, and gives what Pillow does."""
+    found, wanted = decode_jpeg(raw, _check_size), _decode_pillow(raw)
+    assert found is not None
+    assert found[1] == wanted[1] == orientation
+    assert np.array_equal(found[0], wanted[0])
+
+
+def with_segment(raw, marker, body):
+    """A JPEG with one more segment at its head."""
+    return raw[:2] + b"\xff" + bytes([marker]) + struct.pack(">H", len(body) + 2) + body + raw[2:]
+
+
+def exif_of(order, *entries):
+    """An Exif segment's body with one directory: (tag, type, count, value) each."""
+    head = b"II*\0" if order == "<" else b"MM\0*"
+    rows = b"".join(struct.pack(order + "HHIHH", *entry, 0) for entry in entries)
+    return b"Exif\0\0" + head + struct.pack(order + "IH", 8, len(entries)) + rows + bytes(4)
 
 
 def luma(colour):
@@ -192,28 +208,56 @@ def test_channels_other_than_one_and_three_are_refused():
         to_channels(torch.zeros(2, 3, 3, dtype=torch.uint8), 1)
 
 
-@pytest.mark.parametrize("subsampling", [0, 1, 2])
-@pytest.mark.parametrize("progressive", [False, True])
-def test_the_fast_jpeg_path_gives_pillows_bits(subsampling, progressive):
+@pytest.fixture(scope="module")
+def smooth():
     pytest.importorskip("simplejpeg")
     coarse = Image.fromarray(RNG.integers(0, 256, (9, 11, 3), np.uint8))
-    smooth = coarse.resize((93, 71), Image.Resampling.BICUBIC)
-    raw = saved(smooth, "JPEG", quality=88, subsampling=subsampling, progressive=progressive)
-    fast = decode_plain(raw)
-    assert fast is not None
-    assert np.array_equal(fast, _decode_pillow(raw))
-    grey = saved(smooth.convert("L"), "JPEG")
-    assert np.array_equal(decode_plain(grey), _decode_pillow(grey))
+    return coarse.resize((93, 71), Image.Resampling.BICUBIC)
 
 
-def test_jpegs_with_metadata_or_an_adobe_marker_go_to_pillow():
-    pytest.importorskip("simplejpeg")
-    smooth = Image.fromarray(COLOUR).resize((32, 32))
-    exif = Image.Exif()
-    exif[0x0112] = 3
-    assert decode_plain(saved(smooth, "JPEG", exif=exif)) is None
-    assert decode_plain(saved(smooth.convert("CMYK"), "JPEG")) is None
-    assert decode_plain(saved(smooth, "JPEG", comment=b"Exif\0 Adobe")) is not None
-    xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="3"/></x:xmpmeta>'
-    turned = pixels(saved(smooth, "JPEG", xmp=xmp))
-    assert np.array_equal(turned, pixels(saved(smooth, "JPEG"))[::-1, ::-1])
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_the_fast_jpeg_path_gives_pillows_bits(smooth, subsampling, progressive):
+    check_fast(saved(smooth, "JPEG", quality=88, subsampling=subsampling, progressive=progressive))
+    check_fast(saved(smooth.convert("L"), "JPEG", progressive=progressive))
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_fast_jpeg_path_reads_orientation_as_pillow_does(smooth, order, orientation):
+    plain = saved(smooth, "JPEG")
+    exif = exif_of(order, (0x010F, 3, 1, 7), (0x0112, 3, 1, orientation), (0x0128, 3, 1, 2))
+    check_fast(with_segment(plain, 0xE1, exif), orientation)
+    without = exif_of(order, (0x010F, 3, 1, 7))
+    check_fast(with_segment(plain, 0xE1, without))
+    for kind in (f'"{orientation}"', f">{orientation}<"):
+        words = f"<x:xmpmeta tiff:Orientation={kind}/>".replace("=>", ">").encode()
+        xmp = with_segment(plain, 0xE1, b"http://ns.adobe.com/xap/1.0/\0" + words)
+        check_fast(xmp, orientation)
+        check_fast(with_segment(xmp, 0xE1, without), orientation)
+        check_fast(with_segment(xmp, 0xE1, exif_of(order, (0x0112, 3, 1, 5))), 5)
+    icc, adobe = b"ICC_PROFILE\0\1\1junk", b"Adobe\0d\0\0\0\0\1"
+    check_fast(with_segment(with_segment(plain, 0xEE, adobe), 0xE2, icc))
+
+
+def test_jpegs_that_are_not_as_the_standard_has_them_go_to_pillow(smooth):
+    plain = saved(smooth, "JPEG")
+    twice = exif_of("<", (0x0112, 3, 1, 6), (0x0112, 3, 1, 6))
+    for body in (
+        exif_of("<", (0x0112, 4, 1, 6)),  # a LONG
+        exif_of("<", (0x0112, 3, 2, 6)),  # two values
+        exif_of("<", (0x0112, 3, 1, 0)),
+        twice,
+        twice[:-10],
+        b"Exif\0\0what",
+    ):
+        raw = with_segment(plain, 0xE1, body)
+        assert decode_jpeg(raw, _check_size) is None
+        assert decode(raw, 3).shape in ((3, 71, 93), (3, 93, 71))
+    two = with_segment(with_segment(plain, 0xE1, b"Exif\0\0II"), 0xE1, b"Exif\0\0*\0")
+    assert decode_jpeg(two, _check_size) is None
+    assert decode_jpeg(saved(smooth.convert("CMYK"), "JPEG"), _check_size) is None
+    rgb = with_segment(saved(smooth, "JPEG", keep_rgb=True), 0xEE, b"Adobe\0d\0\0\0\0\0")
+    assert decode_jpeg(rgb, _check_size) is None
+    assert decode(rgb, 3).shape == (3, 71, 93)
+    assert decode_jpeg(plain[: len(plain) // 2], _check_size) is None

@@ -15,7 +15,8 @@ What it does with what cameras, scanners, phones and microscopes write:
   changed), are refused before their pixels are decoded.
 
 JPEGs are decoded by simplejpeg where it is installed, else by Pillow: both are libjpeg-turbo with
-the same settings and give the same bits; simplejpeg is faster.
+the same settings and give the same bits; simplejpeg is faster. Colours other than YCbCr and grey,
+and metadata that are not as the standard has them, are Pillow's part.
 """
 
 import functools
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import InputError, MissingExtraError, RegardError
-from regard.images.jpeg import decode_plain_jpeg
+from regard.images.jpeg import decode_jpeg
 
 _ORIENTATION = 0x0112
 
@@ -59,20 +60,19 @@ class Header(NamedTuple):
 def decode(raw: bytes, channels: int, name: str = "picture") -> Tensor:
     """Decode a picture file to uint8 (c, h, w) with c = `channels`, 1 or 3.
 
-    The tensor is a view of (h, w, c) memory. Raises `UnreadableImage` with the reason.
+    The tensor is a view of (h, w, c) or (w, h, c) memory. Raises `UnreadableImage` with the
+    reason.
     """
     check_channels(channels)
     try:
-        pixels = decode_plain_jpeg(raw, _check_size)
-        if pixels is None:
-            pixels = _decode_pillow(raw)
+        picture = _upright(*(decode_jpeg(raw, _check_size) or _decode_pillow(raw)))
     except MissingExtraError:
         raise
     except UnreadableImage as error:
         raise UnreadableImage(name, error.reason) from None
     except Exception as error:  # decoders raise almost anything on hostile bytes
         raise UnreadableImage(name, _reason(raw, error)) from None
-    return to_channels(torch.from_numpy(pixels).permute(2, 0, 1), channels)
+    return to_channels(picture, channels)
 
 
 def from_pillow(image: Any, channels: int, name: str = "picture") -> Tensor:
@@ -80,12 +80,12 @@ def from_pillow(image: Any, channels: int, name: str = "picture") -> Tensor:
     check_channels(channels)
     try:
         _check_size(*image.size)
-        pixels = _pixels(image)
+        picture = _upright(*_pixels(image))
     except UnreadableImage as error:
         raise UnreadableImage(name, error.reason) from None
     except Exception as error:
         raise UnreadableImage(name, str(error) or type(error).__name__) from None
-    return to_channels(torch.from_numpy(pixels).permute(2, 0, 1), channels)
+    return to_channels(picture, channels)
 
 
 def to_channels(picture: Tensor, channels: int) -> Tensor:
@@ -160,20 +160,19 @@ def _open(raw: bytes) -> Any:
     return image
 
 
-def _decode_pillow(raw: bytes) -> np.ndarray:
-    """Any format Pillow knows, upright, as uint8 (h, w, 1) or (h, w, 3)."""
+def _decode_pillow(raw: bytes) -> tuple[np.ndarray, int]:
+    """Any format Pillow knows, as uint8 (h, w, 1) or (h, w, 3), and its orientation."""
     with _open(raw) as image:
         return _pixels(image)
 
 
-def _pixels(image: Any) -> np.ndarray:
+def _pixels(image: Any) -> tuple[np.ndarray, int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         image.load()
         # After loading: PNG stores it behind the pixels, and TIFF is turned by Pillow itself.
         orientation = int(image.getexif().get(_ORIENTATION, 1))
-        pixels = _eight_bit(image)
-    return np.require(_upright(pixels, orientation), requirements=("C", "W"))
+        return np.require(_eight_bit(image), requirements=("C", "W")), orientation
 
 
 def _eight_bit(image: Any) -> np.ndarray:
@@ -212,19 +211,19 @@ def _scaled(values: np.ndarray) -> np.ndarray:
     return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
 
 
-def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Undo the EXIF orientation of (h, w, c) pixels; values outside 2..8 mean upright."""
-    if orientation in (2, 3, 4):
-        return {2: pixels[:, ::-1], 3: pixels[::-1, ::-1], 4: pixels[::-1]}[orientation]
-    if orientation in (5, 6, 7, 8):
-        turned = pixels.swapaxes(0, 1)
-        return {
-            5: turned,
-            6: turned[:, ::-1],
-            7: turned[::-1, ::-1],
-            8: turned[::-1],
-        }[orientation]
-    return pixels
+def _upright(pixels: np.ndarray, orientation: int) -> Tensor:
+    """Stored pixels (h, w, c) as (c, h, w), the Exif orientation undone; outside 2..8 is upright.
+
+    Turning exchanges the strides and flips the stored rows or columns, which costs torch a
+    fraction of what moving every pixel does.
+    """
+    stored = torch.from_numpy(pixels)  # h w c
+    flips = {2: (1,), 3: (0, 1), 4: (0,), 6: (0,), 7: (0, 1), 8: (1,)}.get(orientation, ())
+    if flips:
+        stored = stored.flip(flips)
+    if 5 <= orientation <= 8:
+        stored = stored.transpose(0, 1)
+    return stored.permute(2, 0, 1)
 
 
 def _reason(raw: bytes, error: Exception) -> str:
