@@ -148,7 +148,8 @@ class Predictor:
             images = self._normalised(prepared).to(self.runner.device)
             features = model.features(images)
             classifier = getattr(model, "classifier", None)
-            logits = model(images) if classifier is None else classifier(features)
+            direct = classifier is not None and not getattr(model, "test_flips", False)
+            logits = classifier(features) if direct else model(images)
         return logits.float().softmax(dim=-1).cpu(), features.float().cpu()
 
     def check_features(self) -> None:

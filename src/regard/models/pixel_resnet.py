@@ -12,6 +12,7 @@ from regard.errors import InputError
 from regard.layers.checks import check_images, count, pair
 from regard.layers.conv import MatrixConv
 from regard.layers.pixel_attention import PixelAttention
+from regard.models.mirror import mean_of_mirrored, with_mirrored
 
 WHITENING_EPS = 5e-4
 MOST_COMPONENTS = 24
@@ -134,6 +135,8 @@ class PixelResNet(nn.Module):
         attention: pixel attention at the end of each stage but the first, with heads of 64.
         stem_stride: pixels between patches of the stem; if None the smallest power of two that
             leaves at most 64 a side: 1 up to 64 pixels, 2 up to 128, 4 up to 256.
+        test_flips: outside training, average the logits over each image and its mirror image, in
+            one batch of twice the size.
 
     Initialisation: convolutions as `MatrixConv`, attention the identity, norms gain 1 and bias 0,
     the classifier zero (so the first loss is log num_classes). Call `initialise_from(images)`
@@ -160,6 +163,7 @@ class PixelResNet(nn.Module):
         depth: int = 2,
         attention: bool = True,
         stem_stride: int | None = None,
+        test_flips: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -178,7 +182,9 @@ class PixelResNet(nn.Module):
             "depth": count(depth, "depth"),
             "attention": bool(attention),
             "stem_stride": count(stem_stride, "stem_stride"),
+            "test_flips": bool(test_flips),
         }
+        self.test_flips = test_flips
         self.stem = WhiteningStem(channels, stem_stride, device=device, dtype=dtype)
         side = min(self.image_size) // stem_stride - 1
         halvings, inputs = 0, 2 * self.stem.components
@@ -255,8 +261,11 @@ class PixelResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (b, num_classes), or features (b, widths[-1]) where num_classes is None."""
-        features = self.features(images)
-        return features if self.classifier is None else self.classifier(features)
+        if self.classifier is None:
+            return self.features(images)
+        if self.test_flips and not self.training:
+            return mean_of_mirrored(self.classifier(self.features(with_mirrored(images))))
+        return self.classifier(self.features(images))
 
 
 def stride_for(side: int) -> int:

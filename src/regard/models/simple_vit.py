@@ -16,6 +16,7 @@ from regard.layers.patches import check_divisible, keep_some, patchify
 from regard.layers.positions import check_position_dim, sincos_2d_once
 from regard.layers.qk_norm import Form, check_form
 from regard.layers.transformer import Block
+from regard.models.mirror import mean_of_mirrored, with_mirrored
 
 Size = int | tuple[int, int]
 Stem = Literal["patch", "conv"]
@@ -75,6 +76,8 @@ class SimpleViT(nn.Module):
         patch_dropout: share of the tokens left out of each image in training, at random.
         activation_checkpointing: keep only each block's input for backward and compute the rest
             again: less memory, a third more arithmetic, the same numbers.
+        test_flips: outside training, average the logits over each image and its mirror image, in
+            one batch of twice the size.
 
     Initialisation: linear weights of the blocks are Glorot-uniform (each of q, k, v by itself),
     the patch projection LeCun-normal (a stem as `ConvStem` says), biases zero, the classifier zero
@@ -102,6 +105,7 @@ class SimpleViT(nn.Module):
         drop_path: float = 0.0,
         patch_dropout: float = 0.0,
         activation_checkpointing: bool = False,
+        test_flips: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -135,6 +139,7 @@ class SimpleViT(nn.Module):
             "drop_path": share(drop_path, "drop_path"),
             "patch_dropout": share(patch_dropout, "patch_dropout"),
             "activation_checkpointing": bool(activation_checkpointing),
+            "test_flips": bool(test_flips),
         }
         self.image_size = (height, width)
         self.patch_size = patch
@@ -142,6 +147,7 @@ class SimpleViT(nn.Module):
         self.num_classes = num_classes
         self.patch_dropout = patch_dropout
         self.activation_checkpointing = activation_checkpointing
+        self.test_flips = test_flips
         embedding: type[PatchEmbedding | ConvStem] = PatchEmbedding if stem == "patch" else ConvStem
         self.embed = embedding(channels, patch, dim, device=device, dtype=dtype)
         rates = [drop_path * (i + 1) / depth for i in range(depth)]
@@ -213,7 +219,8 @@ class SimpleViT(nn.Module):
 
         They have the images' dtype, under autocast too.
         """
+        mirror = self.test_flips and not self.training and self.classifier is not None
         with native_products(images.device.type):
-            out = self._features(images)
+            out = self._features(with_mirrored(images) if mirror else images)
             out = out if self.classifier is None else self.classifier(out)
-            return out.to(images.dtype)
+            return (mean_of_mirrored(out) if mirror else out).to(images.dtype)

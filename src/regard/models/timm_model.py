@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from regard.errors import InputError, MissingExtraError, nearest
 from regard.layers.checks import check_images, count, pair
+from regard.models.mirror import mean_of_mirrored, with_mirrored
 
 
 class TimmModel(nn.Module):
@@ -20,6 +21,8 @@ class TimmModel(nn.Module):
             (timm's `img_size`); the others take any that their strides allow.
         pretrained: start from the weights that timm names, downloaded on first use. Not part of
             `config`, which rebuilds the module and not its weights.
+        test_flips: outside training, average the logits over each image and its mirror image, in
+            one batch of twice the size.
         **options: further arguments of timm's model, such as drop_path_rate=0.1.
 
     Raises:
@@ -36,9 +39,11 @@ class TimmModel(nn.Module):
         channels: int = 3,
         image_size: int | tuple[int, int] = 224,
         pretrained: bool = False,
+        test_flips: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
+        self.test_flips = test_flips
         self.image_size = pair(image_size, "image_size")
         self.channels = count(channels, "channels")
         self.num_classes = None if num_classes is None else count(num_classes, "num_classes")
@@ -48,6 +53,7 @@ class TimmModel(nn.Module):
             "num_classes": num_classes,
             "channels": channels,
             "image_size": list(self.image_size),
+            "test_flips": bool(test_flips),
             **options,
         }
         arguments = {
@@ -66,6 +72,8 @@ class TimmModel(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Logits (b, num_classes), or features (b, dim) where num_classes is None."""
         check_images(images, self.channels)
+        if self.test_flips and not self.training and self.num_classes is not None:
+            return mean_of_mirrored(self.model(with_mirrored(images)))
         return self.model(images)
 
 
