@@ -17,6 +17,7 @@ from regard.images.digits import list_digits
 from regard.images.folder import PICTURE_SUFFIXES, FileSource, ZipSource
 from regard.images.hub import hub_pictures
 from regard.images.manifest import MANIFEST_SUFFIXES
+from regard.images.stream import stream_pictures
 
 
 class Pictures(Source):
@@ -47,8 +48,9 @@ def open_pictures(inputs: Sequence[str], channels: int) -> Pictures:
     """The pictures that `inputs` name, in their order, each file once.
 
     An input is a picture file, a folder (searched at any depth), a glob pattern, a .csv, .tsv or
-    .parquet manifest with a column path, a zip, "digits" or "hf:NAME_OR_PATH". Refuses an input
-    that does not exist or holds no picture; a listed file that cannot be read is found out later.
+    .parquet manifest with a column path, a zip, "digits", "hf:NAME_OR_PATH" or
+    "stream:NAME_OR_PATH". Refuses an input that does not exist or holds no picture; a listed file
+    that cannot be read is found out later.
     """
     if not inputs:
         raise InputError("no images were given; name files, folders, globs, manifests or hf:NAME")
@@ -70,7 +72,7 @@ def open_pictures(inputs: Sequence[str], channels: int) -> Pictures:
 
 def names_files(spec: str) -> bool:
     """Whether an input leads to files on disk rather than into a container."""
-    if spec == "digits" or spec.startswith("hf:"):
+    if spec == "digits" or spec.startswith(("hf:", "stream:")):
         return False
     return not (spec.lower().endswith(".zip") and os.path.isfile(spec))
 
@@ -82,6 +84,8 @@ def open_other(spec: str, channels: int) -> tuple[Source, int]:
         return digits.source, len(digits.labels)
     if spec.startswith("hf:"):
         return hub_pictures(spec.removeprefix("hf:"), channels)
+    if spec.startswith("stream:"):
+        return stream_pictures(spec.removeprefix("stream:"), channels)
     try:
         with zipfile.ZipFile(spec) as archive:
             members = [m for m in archive.infolist() if is_picture(m.filename)]

@@ -17,7 +17,6 @@ from regard.errors import InputError
 from regard.images.augment import Augment, erase_boxes, flip_and_shift, load_picture, mix
 from regard.images.batch import Batch, collate, join
 from regard.images.data import Split
-from regard.images.keys import permutation
 from regard.images.preprocess import Preprocess
 from regard.images.workers import deliver
 
@@ -131,7 +130,7 @@ class TrainBatches:
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if self._order[0] != epoch:
-            self._order = (epoch, permutation(len(self.split), self.seed, epoch))
+            self._order = (epoch, self.split.order(self.seed, epoch))
         return self._order[1]
 
 

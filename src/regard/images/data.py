@@ -10,18 +10,30 @@ from torch import Tensor
 
 from regard.errors import InputError
 from regard.images.decode import UnreadableImage, decode
+from regard.images.keys import permutation
 
 
 class Source:
     """Where pictures come from; item numbers run over all of them, before any split.
 
-    `has_files` says whether `raw` gives picture files; if not, it gives pixels.
+    `has_files` says whether `raw` gives picture files; if not, it gives pixels. `window` is above
+    0 for data that are streamed: see `streamed`.
     """
 
     has_files = True
+    window = 0
 
     def __init__(self, channels: int) -> None:
         self.channels = channels
+
+    @property
+    def streamed(self) -> bool:
+        """Whether pictures may lie far away and be more than this machine holds.
+
+        Then an epoch's order mixes those within `window` of each other, and looking at all of
+        them, or at some spread evenly, is dear.
+        """
+        return self.window > 0
 
     def name(self, item: int) -> str:
         """The path or id shown to people."""
@@ -47,6 +59,19 @@ class Source:
     def together(self, items: np.ndarray) -> Tensor | None:
         """Pictures of one size at once, uint8 (b, c, h, w), if that is quicker than one by one."""
         return None
+
+    def blocks(self, items: np.ndarray) -> np.ndarray:
+        """The block that each item lies in, of those that are read together; its own number, but
+        for streamed data."""
+        return items
+
+    def order(self, items: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        """The order in which an epoch goes through `items`: a permutation of their positions."""
+        return permutation(len(items), seed, epoch)
+
+    def sample(self, items: np.ndarray, count: int) -> np.ndarray:
+        """Positions of up to `count` of `items`, ascending, that stand for all."""
+        return np.unique(np.linspace(0, len(items) - 1, min(count, len(items))).astype(int))
 
 
 class Split:
@@ -74,6 +99,14 @@ class Split:
     def together(self, positions: np.ndarray) -> Tensor | None:
         """Pictures of one size at once, uint8 (b, c, h, w), where they are in memory."""
         return self.source.together(self.items[positions])
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        """The positions in the order of one epoch, int64: a pure function of (seed, epoch)."""
+        return self.source.order(self.items, seed, epoch)
+
+    def sample(self, count: int) -> np.ndarray:
+        """Up to `count` positions, ascending, that stand for all and are cheap to read."""
+        return self.source.sample(self.items, count)
 
     def over(self, source: Source) -> "Split":
         """The same split of a source that numbers its pictures alike."""

@@ -7,7 +7,7 @@ from regard.errors import InputError, MissingExtraError
 from regard.images.data import Source
 from regard.images.splits import ALIASES, Listing
 
-_BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
+BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
 
 
 class HubSource(Source):
@@ -51,7 +51,7 @@ def list_hub(name: str, channels: int | None) -> Listing:
     """
     tables, notes = _load(name)
     features = tables[0][1].features
-    picture, label = _columns(name, features)
+    picture, label = columns_of(name, features)
     source_tables, labels, splits, sizes = [], [], [], []
     for title, table in tables:
         kind = table.features[label]
@@ -80,7 +80,7 @@ def list_hub(name: str, channels: int | None) -> Listing:
 def hub_pictures(name: str, channels: int) -> tuple[HubSource, int]:
     """Every picture of `hf:name`, labelled or not, and how many there are."""
     tables, _ = _load(name)
-    column = _picture_column(name, tables[0][1].features)
+    column = picture_column(name, tables[0][1].features)
     source = HubSource([(t, _undecoded(table, column)) for t, table in tables], column, channels)
     return source, sum(len(table) for _, table in tables)
 
@@ -101,9 +101,9 @@ def _load(name: str) -> tuple[list[tuple[str, Any]], tuple[str, ...]]:
     path = Path(name)
     try:
         if path.is_file():
-            builder = _BUILDERS.get(path.suffix)
+            builder = BUILDERS.get(path.suffix)
             if builder is None:
-                raise InputError(f"{name} is no {', '.join(_BUILDERS)} file; give one, or a folder")
+                raise InputError(f"{name} is no {', '.join(BUILDERS)} file; give one, or a folder")
             loaded = datasets.load_dataset(builder, data_files=str(path))
         elif (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
             loaded = datasets.load_from_disk(str(path))
@@ -113,10 +113,7 @@ def _load(name: str) -> tuple[list[tuple[str, Any]], tuple[str, ...]]:
     except InputError:
         raise
     except Exception as error:  # the library raises its own, requests' and fsspec's errors
-        raise InputError(
-            f"hf:{name} cannot be loaded ({type(error).__name__}: {error}); give a hub name, or "
-            "the path of a saved data set or of Parquet, Arrow or tar shards"
-        ) from None
+        raise explained(f"hf:{name}", error) from None
     if not isinstance(loaded, dict):
         return [("train", loaded)], ()
     used = [(title, table) for title, table in loaded.items() if title.lower() in ALIASES]
@@ -130,8 +127,16 @@ def _load(name: str) -> tuple[list[tuple[str, Any]], tuple[str, ...]]:
     return used, tuple(notes)
 
 
-def _columns(name: str, features: Any) -> tuple[str, str]:
-    picture = _picture_column(name, features)
+def explained(spec: str, error: Exception) -> InputError:
+    """What the library's error means to people."""
+    return InputError(
+        f"{spec} cannot be loaded ({type(error).__name__}: {error}); give a hub name, or the path "
+        "of a saved data set or of Parquet, Arrow or tar shards"
+    )
+
+
+def columns_of(name: str, features: Any) -> tuple[str, str]:
+    picture = picture_column(name, features)
     kinds = {column: type(feature).__name__ for column, feature in features.items()}
     classes = [column for column, kind in kinds.items() if kind == "ClassLabel"]
     classes = classes or [column for column in ("label", "cls") if column in kinds]
@@ -144,7 +149,7 @@ def _columns(name: str, features: Any) -> tuple[str, str]:
     return picture, classes[0]
 
 
-def _picture_column(name: str, features: Any) -> str:
+def picture_column(name: str, features: Any) -> str:
     kinds = {column: type(feature).__name__ for column, feature in features.items()}
     pictures = [column for column, kind in kinds.items() if kind == "Image"]
     if len(pictures) != 1:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 # What a draw is for. Draws for different purposes are independent.
-SPLIT, ORDER, FLIP, SHIFT, CROP, POLICY, ERASE, MIX = range(1, 9)
+SPLIT, ORDER, FLIP, SHIFT, CROP, POLICY, ERASE, MIX, BLOCKS = range(1, 10)
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -43,6 +43,22 @@ def uniform(*parts: Any) -> Any:
 def permutation(count: int, seed: int, epoch: int) -> np.ndarray:
     """The order of one epoch: positions sorted by their keys, int64."""
     return np.argsort(key(seed, ORDER, epoch, np.arange(count)), kind="stable")
+
+
+def windowed(blocks: np.ndarray, window: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of one epoch that reads few blocks at a time: int64 positions.
+
+    `blocks` (n,) is the block that each position lies in. The blocks are put in a random order;
+    a position in one that begins at place p there gets the key p + window · u, u uniform in
+    [0, 1), and the positions are sorted by their keys. So what is read at place t lies in blocks
+    that begin in (t - window, t]; a window of n or more mixes nearly as a permutation does.
+    """
+    present, inverse, counts = np.unique(blocks, return_inverse=True, return_counts=True)
+    shuffled = np.argsort(key(seed, BLOCKS, epoch, present), kind="stable")
+    begins = np.empty(len(present), np.int64)
+    begins[shuffled] = np.cumsum(counts[shuffled]) - counts[shuffled]
+    places = begins[inverse] + window * uniform(seed, ORDER, epoch, np.arange(len(blocks)))
+    return np.argsort(places, kind="stable")
 
 
 @contextlib.contextmanager

@@ -114,11 +114,14 @@ def remember(
 
     A note says how many are held. Those beyond the budget are read and decoded when asked for,
     and unreadable ones fail when asked for: nothing but speed changes. `progress(done, of)` is
-    called as it goes.
+    called as it goes. Streamed data stay as they are: decoding their beginning ahead would read
+    blocks long before they are wanted.
     """
     if budget < 0:
         raise InputError(f"the memory budget is {budget}; give bytes, 0 for none")
     source = next(iter(data.splits.values())).source
+    if source.streamed:
+        return replace(data, notes=(*data.notes, "streamed pictures are not kept in memory"))
     order = np.concatenate([split.items for split in data.splits.values()]).tolist()
     memory = MemorySource(source)
     done = 0

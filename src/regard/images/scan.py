@@ -122,13 +122,18 @@ def scan(
     }
 
 
-def cache_path(data: Data) -> Path:
-    """Where the scan of this dataset is kept: under REGARD_CACHE, or the user's cache folder."""
+def cache_folder() -> Path:
+    """Where things are kept that can be made again: REGARD_CACHE, or in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(os.environ.get("REGARD_CACHE") or Path(base) / "regard")
-    name = data.name if data.name.startswith("hf:") else str(Path(data.name).absolute())
+    return Path(os.environ.get("REGARD_CACHE") or Path(base) / "regard")
+
+
+def cache_path(data: Data) -> Path:
+    """Where the scan of this dataset is kept."""
+    remote = data.name.startswith(("hf:", "stream:"))
+    name = data.name if remote else str(Path(data.name).absolute())
     what = hashlib.blake2b(f"{name}\0{data.channels}".encode(), digest_size=12).hexdigest()
-    return folder / f"scan-{what}.json"
+    return cache_folder() / f"scan-{what}.json"
 
 
 def _key(source: Source, item: int) -> str:

@@ -13,6 +13,7 @@ from regard.images.hub import list_hub
 from regard.images.inspection import read_quarantine
 from regard.images.manifest import MANIFEST_SUFFIXES, list_manifest
 from regard.images.splits import Listing, assemble
+from regard.images.stream import list_stream
 
 
 def open_data(
@@ -30,6 +31,8 @@ def open_data(
     - a folder, or a zip, of train/ val/ [test/] with class folders, or of class folders alone.
     - a .csv, .tsv or .parquet manifest with columns path, label and, if wanted, split.
     - "hf:NAME_OR_PATH" ("hf:NAME:CONFIG"): a Hugging Face data set.
+    - "stream:NAME_OR_PATH": the same in Parquet or tar shards, of which only what is in use lies
+      on the disk.
 
     `channels` is 1 or 3; unless given, the digits have 1 and all else 3. Where the source has no
     val split, a stratified one of `val_fraction` is drawn, keyed by `seed`; `record`, an earlier
@@ -53,7 +56,9 @@ def _list(spec: str, channels: int | None) -> Listing:
     if spec == "digits":
         return list_digits(channels)
     if spec.startswith("hf:"):
-        return list_hub(spec[3:], channels)
+        return list_hub(spec.removeprefix("hf:"), channels)
+    if spec.startswith("stream:"):
+        return list_stream(spec.removeprefix("stream:"), channels)
     if path.is_dir():
         return list_folder(path, channels)
     if path.is_file() and path.suffix.lower() == ".zip":
@@ -63,5 +68,5 @@ def _list(spec: str, channels: int | None) -> Listing:
     what = "is a file of another kind" if path.exists() else "does not exist"
     raise InputError(
         f"{spec!r} {what}; give digits, a folder or zip of class folders, a .csv, .tsv or "
-        ".parquet manifest, or hf:NAME_OR_PATH"
+        ".parquet manifest, hf:NAME_OR_PATH or stream:NAME_OR_PATH"
     )

@@ -48,13 +48,15 @@ def assemble(
 
     Given splits are kept. Where there is no "val", one is drawn from the training pictures:
     stratified, about `val_fraction` of each class and at least one, those with the smallest draws
-    keyed by (seed, name), so that adding or removing a file moves few others.
+    keyed by (seed, name), so that adding or removing a file moves few others. Of streamed data
+    whole blocks are held out, as reading the split is to read no others.
     """
     if len(listing.labels) == 0:
         raise InputError(
             f"{listing.name} has no pictures; needed are class folders, a manifest or a data set "
             "that holds some"
         )
+    source = listing.source
     splits = np.asarray([title or "train" for title in listing.splits], object)
     labels, classes, notes = _classes(listing, splits)
     rule: dict[str, Any] = {"made": "given"}
@@ -64,21 +66,26 @@ def assemble(
     fingerprint = _fingerprint(listing)
     if record is not None:
         rule = _check_record(record, listing, classes, fingerprint)
+        source.window = rule.get("window", 0)
     if rule["made"] == "seeded":
         if record is not None:
             _recall(listing, splits, record)
+        elif source.streamed:
+            notes += _draw_blocks(listing, splits, labels, seed, val_fraction)
         else:
             _draw(listing, splits, labels, seed, val_fraction)
+    if source.streamed:
+        rule["window"] = source.window
     return Data(
         name=listing.name,
         classes=classes,
         splits={
-            title: Split(listing.source, positions, labels[positions], len(classes))
+            title: Split(source, positions, labels[positions], len(classes))
             for title in ("train", "val", "test")
             if len(positions := np.flatnonzero(splits == title))
         },
         fingerprint=fingerprint,
-        channels=listing.source.channels,
+        channels=source.channels,
         rule=rule,
         notes=(*listing.notes, *notes),
     )
@@ -149,6 +156,37 @@ def _draw(
         splits[pool[mine[order[:held]]]] = "val"
 
 
+def _draw_blocks(
+    listing: Listing, splits: np.ndarray, labels: np.ndarray, seed: int, val_fraction: float
+) -> tuple[str, ...]:
+    """Mark held-out blocks "val": those with the smallest draws, as long as every class is left.
+
+    Returns remarks for people.
+    """
+    pool = np.flatnonzero(splits == "train")
+    blocks = listing.source.blocks(pool)
+    left = Counter(labels[pool].tolist())
+    present = np.unique(blocks)
+    wanted, held = val_fraction * len(pool), 0
+    for block in present[np.argsort(uniform(seed, SPLIT, present), kind="stable")]:
+        if held >= wanted:
+            break
+        mine = pool[blocks == block]
+        taken = Counter(labels[mine].tolist())
+        if all(left[label] > count for label, count in taken.items()):
+            splits[mine] = "val"
+            left -= taken
+            held += len(mine)
+    if held == 0:
+        raise InputError(
+            f"{listing.name} has {len(present)} blocks, none of which can be held out without "
+            "losing a class; give it a val split, write smaller row groups, or load it by hf:"
+        )
+    lacked = len(left) - len(np.unique(labels[splits == "val"]))
+    said = f"{held:,} pictures in whole blocks are held out, as no val split is given"
+    return (said + f"; they lack {lacked} of the classes" * bool(lacked),)
+
+
 def _recall(listing: Listing, splits: np.ndarray, record: dict[str, Any]) -> None:
     """Mark the pictures that a record holds out."""
     held = set(record["val"])
@@ -170,7 +208,7 @@ def _check_record(
             f"{listing.name} has changed since its split was made (files were added, removed or "
             "altered); bring the data back, or start a new run"
         )
-    return {k: record[k] for k in ("made", "seed", "val_fraction") if k in record}
+    return {k: record[k] for k in ("made", "seed", "val_fraction", "window") if k in record}
 
 
 def _fingerprint(listing: Listing) -> str:

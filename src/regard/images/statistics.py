@@ -10,15 +10,14 @@ from regard.images.decode import UnreadableImage
 def pixel_statistics(
     split: Split, sample: int = 4096
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(mean, std) in 0..1 over at most `sample` pictures, evenly spaced through the split.
+    """(mean, std) in 0..1 over at most `sample` pictures of the split (see `Split.sample`).
 
     Every pixel counts once, at the picture's own size; unreadable pictures do not count. For
     `Preprocess(mean=…, std=…)`; take the training split, as the held-out ones are not to be seen.
     """
     channels = split.source.channels
     count, total, squares = 0, np.zeros(channels), np.zeros(channels)
-    chosen = np.unique(np.linspace(0, len(split) - 1, min(sample, len(split))).astype(int))
-    for i in chosen.tolist():
+    for i in split.sample(sample).tolist():
         try:
             picture = split.read(i).numpy().reshape(channels, -1)
         except UnreadableImage:

@@ -15,10 +15,14 @@ def without_quarantined(
     """The data without the pictures on the run's quarantine list, and remarks for people.
 
     The list is `given`, or made by scanning every picture (pictures unchanged since an earlier
-    scan are not read again). It is kept in the run folder, so that the run stays whole.
+    scan are not read again; streamed ones are not scanned). It is kept in the run folder, so that
+    the run stays whole.
     """
-    if not data.splits["train"].source.has_files:
+    source = data.splits["train"].source
+    if not source.has_files:
         return data, []
+    if source.streamed and given is None:
+        return data, ["streamed data are not scanned before training; regard inspect scans them"]
     notes: list[str] = []
     if processes.main:
         if given is not None:

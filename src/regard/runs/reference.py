@@ -14,12 +14,13 @@ COUNT = 2048
 
 
 def reference_images(model: nn.Module, data: Data, preprocess: Preprocess) -> Tensor | None:
-    """Up to `COUNT` training images (b, c, h, w), spread evenly; None if the model wants none."""
+    """Up to `COUNT` training images (b, c, h, w) from all over; None if the model wants none."""
     if not (hasattr(model, "initialise_from") or hasattr(model, "calibrate")):
         return None
     split = data.splits["train"]
     images = []
-    for i in range(0, len(split), max(1, len(split) // COUNT)):
+    spread = range(0, len(split), max(1, len(split) // COUNT))
+    for i in split.sample(COUNT).tolist() if split.source.streamed else spread:
         try:
             images.append(preprocess(split.read(i)))
         except UnreadableImage:
