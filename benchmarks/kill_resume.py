@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any
 
 STEPS = 40
-TINY = {"dim": 16, "heads": 2, "dim_head": 8, "depth": 2, "mlp_dim": 32}
+SMALL = {
+    "simple-vit-nano/4": {"dim": 16, "heads": 2, "dim_head": 8, "depth": 2, "mlp_dim": 32},
+    "pixel-resnet-nano": {"widths": (8, 16, 16), "depth": 1},
+}
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -29,7 +32,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "data": "digits",
         "model": arguments.model,
-        "model_options": TINY if arguments.model.startswith("simple-vit-nano") else {},
+        "model_options": SMALL.get(arguments.model, {}),
         "optimizer": arguments.optimizer,
         "precision": "fp32",
         "steps": STEPS,
@@ -141,7 +144,8 @@ def main() -> int:
             where = f"write {write}" if write else f"{moment:.2f} s"
             last = steps[-1] if steps else ("config only" if began else "nothing")
             print(f"kill at {where}, had {last}: {'same' if equal else 'DIFFERENT'}", flush=True)
-    print(f"{same} of {arguments.kills} the same, {arguments.workers} workers", flush=True)
+    words = f"{same} of {arguments.kills} the same, {arguments.model}, {arguments.workers} workers"
+    print(words, flush=True)
     return 0 if same == arguments.kills else 1
 
 

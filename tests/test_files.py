@@ -3,13 +3,22 @@
 import json
 import os
 import pickle
+import sys
 
 import numpy as np
 import pytest
 import torch
 
+from regard import files
 from regard.errors import InputError
-from regard.files import atomic_folder, read_state, read_weights, write_weights
+from regard.files import (
+    atomic_folder,
+    atomic_write,
+    locked,
+    read_state,
+    read_weights,
+    write_weights,
+)
 
 STATE = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
 
@@ -179,3 +188,62 @@ def test_metadata_are_written_in_one_order(tmp_path):
     places = [header.index(f'"{letter}":"{letter.upper()}"') for letter in sorted(metadata)]
     assert places == sorted(places)
     assert torch.equal(read_weights(path)["a"], torch.arange(3.0))
+
+
+class Bytes:
+    """msvcrt's locking: one holder a byte of a file, and nobody else reads a locked byte."""
+
+    LK_NBLCK = 2
+
+    def __init__(self):
+        self.held = {}
+
+    def locking(self, handle, mode, count):
+        assert (mode, count) == (self.LK_NBLCK, 1)
+        place = (os.fstat(handle).st_ino, os.lseek(handle, 0, os.SEEK_CUR))
+        assert place[1] > os.fstat(handle).st_size, "the holder's name could not be read"
+        holder = self.held.get(place)
+        if holder is not None:
+            try:
+                os.fstat(holder)  # closed, and so freed
+            except OSError:
+                holder = None
+        if holder is not None:
+            raise PermissionError(13, "Permission denied")
+        self.held[place] = handle
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_lock_has_one_holder_and_names_it(tmp_path, monkeypatch, windows):
+    if windows:
+        monkeypatch.setattr(files, "fcntl", None)
+        monkeypatch.setitem(sys.modules, "msvcrt", Bytes())
+    path = tmp_path / ".lock"
+
+    def refusal(holder):
+        return f"busy with {holder}"
+
+    with locked(path, refusal):
+        words = f"^busy with process {os.getpid()} on "
+        with pytest.raises(InputError, match=words), locked(path, refusal):
+            pass
+        assert path.read_text().startswith(f"process {os.getpid()} on ")
+    with locked(path, refusal):
+        pass
+
+
+def test_files_are_written_where_a_folder_cannot_be_opened(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "fcntl", None)
+    real = os.open
+
+    def no_folder(path, flags, *rest):
+        if os.path.isdir(path):
+            raise PermissionError(13, "Permission denied")
+        if flags & os.O_ACCMODE == os.O_RDONLY:
+            raise AssertionError("Windows flushes only what is open for writing")
+        return real(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", no_folder)
+    with atomic_write(tmp_path / "a") as part:
+        part.write_text("whole")
+    assert (tmp_path / "a").read_bytes() == b"whole"

@@ -1,6 +1,7 @@
 """Safe reading and atomic writing; the only module that opens a weights file."""
 
 import contextlib
+import importlib
 import json
 import os
 import pickle
@@ -22,8 +23,14 @@ from torch import Tensor
 
 from regard.errors import InputError, nearest
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 PICKLED = (".pt", ".pth", ".ckpt", ".bin")
 INDEX = ".safetensors.index.json"
+LOCKED_BYTE = 1 << 30
 
 
 @contextlib.contextmanager
@@ -80,11 +87,9 @@ def locked(path: Path, refusal: Callable[[str], str]) -> Iterator[None]:
 
     Where another process holds it, `InputError` says `refusal` of that process, in words.
     """
-    import fcntl
-
     with path.open("a+") as handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(handle.fileno())
         except BlockingIOError:
             handle.seek(0)
             raise InputError(refusal(handle.read().strip() or "another process")) from None
@@ -94,9 +99,27 @@ def locked(path: Path, refusal: Callable[[str], str]) -> Iterator[None]:
         yield
 
 
+def take_lock(handle: int) -> None:
+    """Lock an open file for this process until it closes it; BlockingIOError if another has."""
+    if fcntl is not None:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+    msvcrt: Any = importlib.import_module("msvcrt")
+    # Windows locks bytes, which nobody else can read then: one far behind the holder's name.
+    os.lseek(handle, LOCKED_BYTE, os.SEEK_SET)
+    try:
+        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+    except PermissionError as error:
+        raise BlockingIOError(*error.args) from None
+    finally:
+        os.lseek(handle, 0, os.SEEK_SET)
+
+
 def sync(path: Path) -> None:
     """Flush a file, or a directory's entries, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
+    if fcntl is None and path.is_dir():
+        return  # Windows opens no directory, and keeps its entries in order by itself
+    handle = os.open(path, os.O_RDONLY if fcntl is not None else os.O_RDWR)
     try:
         os.fsync(handle)
     except OSError:

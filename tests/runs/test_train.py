@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
+from torch.nn import functional as F
 
 from regard.errors import InputError
 from regard.files import read_weights
@@ -208,6 +209,29 @@ def test_a_nan_stops_before_anything_is_overwritten(tmp_path, monkeypatch):
     assert all(t.isfinite().all() for t in read_weights(out / "model.safetensors").values())
 
 
+def test_weights_that_answer_with_no_numbers_are_not_kept(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    real, calls = loop.evaluate_now, []
+
+    def poison(job):
+        calls.append(1)
+        if len(calls) == 2:
+            with torch.no_grad():
+                job.state.model.blocks[1].mlp.down.bias.fill_(float("inf"))
+        real(job)
+
+    monkeypatch.setattr(loop, "evaluate_now", poison)
+    with pytest.raises(NotFinite) as stop:
+        train(tiny_config(out), say=quiet)
+    words = str(stop.value)
+    assert "after step 8 the model's answers for 179 of 179 images, such as digits/" in words
+    assert "; first not finite: the output of blocks.1.mlp.down (Linear) (the largest" in words
+    assert "The checkpoint of step 4 is whole" in words
+    assert "--resume --lr 0.001`" in words
+    assert RunFolder(out).saved_steps() == [4]
+    assert all(t.isfinite().all() for t in read_weights(out / "model.safetensors").values())
+
+
 def test_a_full_disk_is_a_clear_stop_with_the_last_checkpoint_whole(tmp_path, monkeypatch):
     out = tmp_path / "run"
     from regard.runs import checkpoint
@@ -380,7 +404,7 @@ def test_evaluation_on_other_data_matches_classes_by_name(tmp_path):
 
 
 def test_class_weights_make_each_class_weigh_the_same():
-    from regard.runs.train import inverse_frequency
+    from regard.runs.setup import inverse_frequency
 
     labels = np.array([0] * 6 + [1] * 3 + [2])
     weights = inverse_frequency(labels, 3)
@@ -476,7 +500,7 @@ def test_precision_is_measured_once_and_stored(tmp_path):
 def test_bf16_is_the_forward_pass_only(tmp_path, monkeypatch):
     # What the layers make of autocast depends on the CPU; that it is on, and where, does not.
     forward, loss = [], []
-    real_forward, real_loss = SimpleViT.forward, loop.F.cross_entropy
+    real_forward, real_loss = SimpleViT.forward, F.cross_entropy
 
     def spy_forward(self, images):
         forward.append(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
@@ -487,9 +511,11 @@ def test_bf16_is_the_forward_pass_only(tmp_path, monkeypatch):
         return real_loss(logits, *args, **options)
 
     monkeypatch.setattr(SimpleViT, "forward", spy_forward)
-    monkeypatch.setattr(loop.F, "cross_entropy", spy_loss)
+    monkeypatch.setattr(F, "cross_entropy", spy_loss)
     train(tiny_config(tmp_path / "run", steps=1, precision="bf16"), say=quiet)
-    assert forward[0] == torch.bfloat16
+    # the try of the attention's health, the step, then health and evaluation
+    assert forward[:2] == [False, torch.bfloat16]
+    assert not any(forward[2:])
     assert loss == [(False, torch.float32)]
     weights = read_weights(tmp_path / "run" / "model.safetensors")
     assert {t.dtype for t in weights.values()} == {torch.float32}

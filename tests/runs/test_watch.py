@@ -49,11 +49,25 @@ def test_the_largest_attention_logit_is_named_with_its_layer():
     with torch.no_grad():
         q, k, _ = net.blocks[1].attention.queries_keys_values(tokens[0])
     largest = max(
-        abs(float(q[i, g, n] @ k[i, g, m]))
+        float(q[i, g, n] @ k[i, g, m])
         for i in range(4) for g in range(2) for n in range(4) for m in range(4)
     )  # fmt: skip
     assert words.startswith("the output of classifier (Linear)")
     assert f"the largest attention logit was {largest:.3g}, in blocks.1.attention" in words
+
+
+def test_the_largest_logit_of_pixel_attention_is_named_too():
+    torch.manual_seed(0)
+    net = regard.create(
+        "pixel-resnet-nano", num_classes=3, image_size=16, channels=1, widths=(8, 8), depth=1
+    )
+    net.classifier.register_forward_hook(lambda m, i, o: o / 0)
+    words = found(net, torch.randn(4, 1, 16, 16))
+    assert "the largest attention logit was" in words
+    assert ", in stages.1.attention" in words
+    plain = nn.Linear(4, 3)
+    plain.register_forward_hook(lambda m, i, o: o / 0)
+    assert "no attention logit was seen before it" in found(plain, torch.ones(2, 4))
 
 
 def test_weights_images_gradients_and_losses_are_told_apart():

@@ -53,7 +53,15 @@ def test_the_page_says_what_the_folder_says(run):
     assert f"{found['log_loss']:.4f}" in text
     for row in found["per_class"]:
         assert f"{row['precision']:.3f}" in text
-    for heading in ("Learning", "Confusion", "By class", "Sample predictions", "Recipe", "Ran on"):
+    for heading in (
+        "Learning",
+        "Attention health",
+        "Confusion",
+        "By class",
+        "Sample predictions",
+        "Recipe",
+        "Ran on",
+    ):
         assert f"<h2><bdi>{heading}</bdi></h2>" in text
     assert text.count("<polyline") == 6
     assert text.count("data:image/jpeg") >= 2
@@ -161,7 +169,7 @@ def test_chromium_shows_it_on_a_phone_in_the_dark(run, tmp_path):
             ]
             assert sheet.title() == "simple-vit-nano/4 on <i>data"
             assert sheet.evaluate("document.documentElement.scrollWidth") <= 380
-            assert sheet.locator("svg").count() == 4
+            assert sheet.locator("svg").count() == 8
             assert sheet.locator("img").evaluate_all("all => all.every(i => i.naturalWidth > 0)")
             assert EVIL in sheet.locator("body").inner_text()
             colour = sheet.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -9,6 +9,7 @@ from typing import IO, Any
 
 from regard.errors import MissingExtraError
 from regard.runs.folder import RunFolder
+from regard.runs.health import Health
 from regard.runs.reporter import Reporter
 from regard.runs.state import Progress
 
@@ -19,7 +20,8 @@ class MetricsLog:
     """Writes where `writes` is true (the main process) and reports through `reporter`.
 
     A line has "step", counted from 1, and either the numbers of the steps since the last line
-    (their mean loss), those of an evaluation ("accuracy", …), or a "notice" in words.
+    (their mean loss), those of an evaluation ("accuracy", …), "attention" by layer, or a "notice"
+    in words.
     """
 
     def __init__(
@@ -83,6 +85,15 @@ class MetricsLog:
         self.reporter.milestone(progress.step, words)
         self._since = time.monotonic()
 
+    def attention(self, progress: Progress, health: Health) -> None:
+        """Take in what the model's attention is like."""
+        self._line({"step": progress.step, "attention": health})
+        if self._board is not None:
+            for name, numbers in health.items():
+                for key, value in numbers.items():
+                    if value is not None:
+                        self._board.add_scalar(f"attention/{key}/{name}", value, progress.step)
+
     def notice(self, step: int, words: str) -> None:
         """Say something once, and keep it."""
         self.reporter.say(words)
@@ -105,7 +116,8 @@ class MetricsLog:
 
     def _write(self, progress: Progress, numbers: dict[str, float]) -> None:
         epoch = progress.step / self.epoch_steps
-        self._line({"step": progress.step, "epoch": round(epoch, 3), **numbers})
+        place = {"step": progress.step, "epoch": round(epoch, 3)}
+        self._line({**place, "seconds": round(progress.seconds, 1), **numbers})
         if self._board is not None:
             for name, value in numbers.items():
                 self._board.add_scalar(name, value, progress.step)

@@ -8,10 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from regard.errors import MissingExtraError
+from regard.errors import InputError, MissingExtraError
 
 CALIBRATION_BINS = 15
 PREDICTION_COLUMNS = ("name", "label", "predicted", "probability", "probability_of_label")
+
+
+class NotFiniteAnswer(InputError):
+    """A model answered with infinite numbers or none at all; `name` is the first such image."""
+
+    def __init__(self, names: Sequence[str], which: np.ndarray) -> None:
+        self.name = names[which[0]]
+        super().__init__(
+            f"the model's answers for {len(which)} of {len(names)} images, such as {self.name}, "
+            "are not finite"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +39,11 @@ class Evaluation:
     labels: np.ndarray
     probabilities: np.ndarray
     unreadable: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        good = np.isfinite(self.probabilities).all(axis=1)
+        if not good.all():
+            raise NotFiniteAnswer(self.names, np.flatnonzero(~good))
 
     @property
     def predicted(self) -> np.ndarray:

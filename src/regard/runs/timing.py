@@ -1,19 +1,39 @@
 """Quick measurements before a run: which number format is faster, how many steps fit a time."""
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import torch
 
-from regard.runs.loop import Job, accumulate, clip_gradient, evaluation_interval
+from regard.runs.job import Job
+from regard.runs.step import accumulate, clip_gradient
 
 WORTH = 1.05  # bf16 must be faster by this factor: it costs accuracy
 SHARE = 0.05  # of the planned time may go into planning it
 EVALUATION = 1 / 3  # of the time of a training step goes into as many images evaluated
+
+
+def with_measured(job: Job) -> Job:
+    """The job with what "auto" precision and --minutes leave to a measurement, said aloud.
+
+    Called before anything is loaded: measuring changes the weights, which are put back.
+    """
+    recipe, notes = job.config.recipe, []
+    kept = {name: tensor.detach().clone() for name, tensor in job.state.model.state_dict().items()}
+    if recipe.precision == "auto":
+        precision, words = choose_precision(job)
+        job = job.with_recipe(precision=precision)
+        notes.append(f"precision {words}")
+    if recipe.minutes is not None:
+        steps, words = plan_steps(job)
+        job = job.with_recipe(steps=steps)
+        notes.append(words)
+    with torch.no_grad():
+        for name, tensor in job.state.model.state_dict().items():
+            tensor.copy_(kept[name])
+    return job.noted(*notes)
 
 
 def choose_precision(job: Job) -> tuple[str, str]:
@@ -32,7 +52,7 @@ def choose_precision(job: Job) -> tuple[str, str]:
     times = {}
     batch = job.batches.at(0).to(device)
     for precision in ("fp32", "bf16"):
-        trial = with_recipe(job, precision=precision)
+        trial = job.with_recipe(precision=precision)
         times[precision] = seconds(functools.partial(accumulate, trial, batch), device)
         job.state.model.zero_grad()
     ratio = job.processes.of_main(times["fp32"] / times["bf16"])
@@ -68,7 +88,7 @@ def plan_steps(job: Job) -> tuple[int, str]:
         optimizer.state.clear()
     step = job.processes.of_main(median(times[1:]))
     images = len(job.data.splits["val"]) / recipe.batch_size
-    step *= 1 + EVALUATION * images / evaluation_interval(job)
+    step *= 1 + EVALUATION * images / job.evaluation_interval()
     left = job.processes.of_main(60 * (recipe.minutes or 0) - (time.monotonic() - start))
     steps = max(1, int(left / step))
     return steps, f"{steps} steps of {1000 * step:.0f} ms fit into {recipe.minutes:g} minutes"
@@ -84,9 +104,3 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) 
             getattr(torch, device.type).synchronize()
         times.append(time.perf_counter() - start)
     return min(times[1:])
-
-
-def with_recipe(job: Job, **changes: Any) -> Job:
-    """The same job with another recipe."""
-    recipe = dataclasses.replace(job.config.recipe, **changes)
-    return dataclasses.replace(job, config=dataclasses.replace(job.config, recipe=recipe))

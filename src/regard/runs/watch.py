@@ -1,5 +1,6 @@
 """What to do when the numbers go wrong: name where a NaN began, notice a loss that leaps."""
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.errors import InputError
 from regard.images import Batch
+from regard.record import Recording, record
 from regard.runs.folder import RunStopped
 
 
@@ -70,12 +73,13 @@ def diagnose(
 
 
 class Watched:
-    """Within `with`, hooks on every module note the first bad output and the attention logits."""
+    """Within `with`, notes a module's first bad output or gradient, and the attention logits."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.first = ""
-        self.logits: dict[str, float] = {}
+        self._seen: Recording | None = None
+        self._recording = contextlib.ExitStack()
         self._handles: list[Any] = []
 
     def __enter__(self) -> "Watched":
@@ -83,20 +87,26 @@ class Watched:
             label = f"{name or 'the model'} ({type(module).__name__})"
             self._handles.append(module.register_forward_hook(self._forward(label)))
             self._handles.append(module.register_full_backward_hook(self._backward(label)))
-            if hasattr(module, "queries_keys_values"):
-                self._handles.append(module.register_forward_pre_hook(self._logits(name)))
+        with contextlib.suppress(InputError):  # a model that cannot be read
+            self._seen = self._recording.enter_context(record(self.model, keep="largest_logit"))
         return self
 
     def __exit__(self, *_: object) -> None:
         while self._handles:
             self._handles.pop().remove()
+        with contextlib.suppress(InputError):  # a model without attention
+            self._recording.close()
 
     def largest_logit(self) -> str:
         """The largest attention logit seen, in words."""
-        if not self.logits:
-            return "no attention logit was computed before it"
-        name = max(self.logits, key=lambda n: self.logits[n])
-        return f"the largest attention logit was {self.logits[name]:.3g}, in {name}"
+        found = {
+            name: float(attention.need("largest_logit").nan_to_num(nan=-math.inf).amax())
+            for name, attention in (self._seen or {}).items()
+        }
+        name = max(found, key=lambda n: found[n], default="")
+        if found.get(name, -math.inf) == -math.inf:
+            return "no attention logit was seen before it"
+        return f"the largest attention logit was {found[name]:.3g}, in {name}"
 
     def _forward(self, label: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -112,17 +122,13 @@ class Watched:
 
         return hook
 
-    def _logits(self, name: str) -> Callable[..., None]:
-        def hook(module: Any, inputs: tuple[Tensor, ...]) -> None:
-            with torch.no_grad():
-                q, k, _ = module.queries_keys_values(inputs[0])
-                largest = float("nan")
-                for sample in range(len(q)):
-                    scores = (q[sample] @ k[sample].transpose(-2, -1) * module.scale).abs()
-                    largest = max(largest, float(scores.max())) if sample else float(scores.max())
-            self.logits[name] = largest
 
-        return hook
+@torch.no_grad()
+def where_not_finite(model: nn.Module, image: Tensor) -> str:
+    """Run the model on one image (c, h, w) and say whose output was not finite; empty if none."""
+    with Watched(model) as watched:
+        model(image.unsqueeze(0))
+    return f"{watched.first} ({watched.largest_logit()})" if watched.first else ""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -12,6 +12,7 @@ from regard.images import Split, UnreadableImage
 from regard.runs.config import RunConfig
 from regard.runs.folder import RunFolder
 from regard.views.chart import Line, chart
+from regard.views.health import attention_section
 from regard.views.page import (
     Html,
     cards,
@@ -47,6 +48,7 @@ def report(folder: RunFolder) -> str:
         headline(found, lines),
         *(tag("p", note, class_="soft") for note in config.notes),
         section("Learning", curves(lines, config.recipe.label_smoothing)),
+        attention_section(lines),
         section("Confusion", confusion(found["confusion"], config.classes)),
         section("By class", per_class(found["per_class"])),
         *pictures(folder, config),
