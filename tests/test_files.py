@@ -202,15 +202,18 @@ class Bytes:
         assert (mode, count) == (self.LK_NBLCK, 1)
         place = (os.fstat(handle).st_ino, os.lseek(handle, 0, os.SEEK_CUR))
         assert place[1] > os.fstat(handle).st_size, "the holder's name could not be read"
-        holder = self.held.get(place)
-        if holder is not None:
-            try:
-                os.fstat(holder)  # closed, and so freed
-            except OSError:
-                holder = None
-        if holder is not None:
+        holder = self.held.get(place, handle)
+        if holder != handle and is_open(holder):  # a number used again was closed before
             raise PermissionError(13, "Permission denied")
         self.held[place] = handle
+
+
+def is_open(handle):
+    try:
+        os.fstat(handle)
+    except OSError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("windows", [False, True])
