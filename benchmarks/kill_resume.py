@@ -3,9 +3,9 @@
     python -m benchmarks.kill_resume --kills 20 --workers 0
 
 Trains once without interruption. Then, for each kill, trains anew, sends SIGKILL at a random
-moment (every second time at a random call inside the writing of a checkpoint, config or weights;
-its reading workers are left to find out by themselves), resumes, and compares the bytes of model.safetensors and of the last checkpoint. Prints a line a
-kill and ends with code 1 if any differs.
+moment (every second time at a random call inside the writing of a checkpoint, config or weights),
+resumes, and compares the bytes of model.safetensors and of the last checkpoint. The workers that
+read are left to find out by themselves. Prints a line a kill and ends with code 1 if any differs.
 """
 
 import argparse

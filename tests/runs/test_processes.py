@@ -47,27 +47,52 @@ def apart(one: Path, other: Path) -> float:
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
+def resnet(out: Path, **changes) -> TrainConfig:
+    options = {"widths": (8, 16), "depth": 1}
+    return config(out, model="pixel-resnet-nano", model_options=options, **changes)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One process; two with DDP; two with FSDP2; two with FSDP2 and an average."""
+    """Both families on one process and on two with DDP; a ViT on two with FSDP2, once averaged."""
     place = tmp_path_factory.mktemp("processes")
     train(config(place / "one"), say=lambda line: None)
+    train(resnet(place / "one-resnet"), say=lambda line: None)
     torchrun(
         config(place / "ddp"),
+        resnet(place / "ddp-resnet"),
         config(place / "fsdp", strategy="fsdp"),
         config(place / "average", strategy="fsdp", ema=0.9, steps=6),
     )
     return place
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_processes_end_where_one_does(runs, kind):
-    assert apart(runs / "one", runs / kind) < 1e-4
+@pytest.mark.parametrize(
+    ("one", "two"), [("one", "ddp"), ("one", "fsdp"), ("one-resnet", "ddp-resnet")]
+)
+def test_two_processes_end_where_one_does(runs, one, two):
+    assert apart(runs / one, runs / two) < 1e-4
     losses = [
         [line["loss"] for line in RunFolder(runs / run).metrics() if "loss" in line]
-        for run in ("one", kind)
+        for run in (one, two)
     ]
+    assert len(losses[0]) == STEPS
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_attention_health_is_the_main_processs_alone(runs):
+    one, ddp, fsdp = (
+        [line for line in RunFolder(runs / run).metrics() if "attention" in line]
+        for run in ("one", "ddp", "fsdp")
+    )
+    assert [line["step"] for line in one] == [line["step"] for line in ddp] == [25, 50]
+    for mine, other in zip(one, ddp, strict=True):
+        for name, numbers in mine["attention"].items():
+            assert other["attention"][name] == pytest.approx(numbers, rel=1e-2)
+    assert fsdp == []
+    notes = RunFolder(runs / "fsdp").config().notes
+    assert "attention health is left out: fsdp spreads the model over processes" in notes
 
 
 def test_evaluation_counts_each_image_once_on_any_number_of_processes(runs):
