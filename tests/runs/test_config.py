@@ -5,12 +5,13 @@ import json
 import re
 
 import pytest
+import torch
 
 from regard.errors import InputError
 from regard.images import Augment, open_data
 from regard.runs.config import Recipe, RunConfig, TrainConfig
 from regard.runs.folder import RunFolder
-from regard.runs.presets import COMMON, PRESETS
+from regard.runs.presets import COMMON, PRESETS, choose_preset
 from regard.runs.resolve import new_recipe, resumed_recipe, steps_of
 
 
@@ -68,6 +69,43 @@ def test_epochs_become_steps_rounded_up():
     assert steps_of(0.01, 100, 64) == 1
     got, _ = recipe(epochs=2, batch_size=100)
     assert got.steps == 33  # 2 · 1618 / 100 = 32.36
+
+
+class Pictures:
+    """A training split of `count` pictures of one size, of which only some are asked for."""
+
+    def __init__(self, count, height, width):
+        self.count, self.shape = count, (3, height, width)
+
+    def __len__(self):
+        return self.count
+
+    def read(self, i):
+        return torch.zeros(self.shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("pictures", "model", "preset"),
+    [
+        (Pictures(5_000, 32, 48), None, "small-images"),
+        (Pictures(5_000, 32, 48), "simple-vit-ti/4", "small"),
+        (Pictures(5_000, 300, 200), None, "small"),
+        (Pictures(99_999, 300, 200), "simple-vit-s/16", "small"),
+        (Pictures(100_000, 300, 200), "simple-vit-s/16", "imagenet"),
+        (Pictures(100_000, 300, 200), "pixel-resnet-s", "small-images"),
+        (Pictures(100_000, 300, 100), None, "small-images"),
+    ],
+)
+def test_a_preset_follows_the_data_and_the_model(pictures, model, preset):
+    data = dataclasses.replace(open_data("digits"), name="others", splits={"train": pictures})
+    assert choose_preset(data, None, model) == (preset, PRESETS[preset])
+    assert choose_preset(data, "small", model) == ("small", PRESETS["small"])
+
+
+def test_every_preset_makes_a_recipe():
+    for name in PRESETS:
+        got, _ = recipe(preset=name)
+        assert (got.preset, got.epochs) == (name, PRESETS[name].values["epochs"])
 
 
 def test_an_unknown_preset_names_the_nearest():

@@ -148,8 +148,10 @@ class Predictor:
             images = self._normalised(prepared).to(self.runner.device)
             features = model.features(images)
             classifier = getattr(model, "classifier", None)
-            direct = classifier is not None and not getattr(model, "test_flips", False)
-            logits = classifier(features) if direct else model(images)
+            if classifier is None or getattr(model, "test_flips", False):
+                logits = model(images)
+            else:
+                logits = classifier(features)
         return logits.float().softmax(dim=-1).cpu(), features.float().cpu()
 
     def check_features(self) -> None:

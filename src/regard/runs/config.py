@@ -62,6 +62,8 @@ class TrainConfig:
     """auto weighs each class by the inverse of its frequency."""
     image_size: tuple[int, int] | None = None
     """Height and width in pixels that images are brought to."""
+    start_size: tuple[int, int] | None = None
+    """Height and width that training begins with, growing to the image size: faster early on."""
     fit: Literal["stretch", "crop", "letterbox"] | None = None
     """How an image of another shape is brought to that size."""
     flip: Literal["none", "random", "alternate"] | None = None
@@ -86,6 +88,10 @@ class TrainConfig:
     """Gigabytes of decoded images to keep in memory; what does not fit is read each time."""
     model_options: dict[str, ModelOption] = field(default_factory=dict)
     """Options of the model, such as qk_norm rms."""
+    test_flips: Literal["off", "on"] | None = None
+    """Evaluate and predict by the mean over each image and its mirror image."""
+    compile: bool = False
+    """Compile the model for training by torch.compile."""
     init: Path | None = None
     """A run whose weights to start from; other classes get a new classifier."""
     device: Literal["auto", "cpu", "cuda", "mps"] | None = None
@@ -132,6 +138,7 @@ class Recipe:
     fit: str
     augment: Augment
     model_options: dict[str, ModelOption]
+    test_flips: str
     seed: int
     workers: int
     device: str
@@ -141,15 +148,26 @@ class Recipe:
     save_every: float
     keep: int
     memory: float
+    start_size: tuple[int, int] | None = None
     channels: int | None = None
     quarantine: str | None = None
     epochs: float | None = None
     minutes: float | None = None
     init: str | None = None
+    compile: bool = False
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
         check_values(self)
+        if self.start_size and (
+            min(self.start_size) < 1
+            or self.start_size[0] > self.image_size[0]
+            or self.start_size[1] > self.image_size[1]
+        ):
+            raise InputError(
+                f"start_size is {self.start_size}, and training ends at {self.image_size}; give "
+                "a size up to that"
+            )
         if self.batch_size % self.microbatch:
             raise InputError(
                 f"a microbatch of {self.microbatch} does not divide the batch size "
@@ -202,6 +220,8 @@ class RunConfig:
         keys_of(cls, values, where)
         recipe = dict(keys_of(Recipe, values["recipe"], f"{where}, recipe"))
         recipe["image_size"] = tuple(recipe["image_size"])
+        if recipe["start_size"] is not None:
+            recipe["start_size"] = tuple(recipe["start_size"])
         recipe["augment"] = Augment.from_dict(recipe["augment"])
         segments = (keys_of(Segment, s, f"{where}, segments") for s in values["segments"])
         return cls(
@@ -267,6 +287,7 @@ def check_values(config: TrainConfig | Recipe) -> None:
 CHOICES = {
     "optimizer": ("adamw", "muon"),
     "class_weights": ("none", "auto"),
+    "test_flips": ("off", "on"),
     "fit": ("stretch", "crop", "letterbox"),
     "device": ("auto", "cpu", "cuda", "mps"),
     "strategy": ("auto", "ddp", "fsdp"),

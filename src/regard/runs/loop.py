@@ -9,6 +9,7 @@ from regard.runs.job import Job
 from regard.runs.metrics import NotFiniteAnswer
 from regard.runs.optimizer import set_rate
 from regard.runs.schedule import rate
+from regard.runs.sizes import brought_to, size_multiple, training_size
 from regard.runs.state import whole
 from regard.runs.step import accumulate, clip_gradient, scale_gradient
 from regard.runs.stop import StopSignal
@@ -21,11 +22,13 @@ def run(job: Job) -> None:
     recipe, state, progress = job.config.recipe, job.state, job.state.progress
     every = job.evaluation_interval()
     watch, clock, saved = LossWatch(), time.monotonic(), time.monotonic()
+    multiple = size_multiple(state.model)
     state.model.train()
     batches = job.batches.start(progress.step)
     with StopSignal() as stop:
         while progress.step < recipe.steps:
             batch = next(batches).to(job.processes.device)
+            batch = brought_to(batch, training_size(recipe, progress.step, multiple))
             lr = recipe.lr * rate(progress.step, recipe.steps, recipe.warmup)
             set_rate(state.optimizers, lr)
             sums = accumulate(job, batch)

@@ -35,9 +35,10 @@ class Processes:
         """Whether this process speaks and writes for all."""
         return self.rank == 0
 
-    def wrap(self, model: nn.Module) -> Any:
+    def wrap(self, model: nn.Module, compiled: bool = False) -> Any:
         """The model to call in training. It holds `model`, moved to this process's device."""
-        return self.fabric.setup_module(model)
+        called: Any = torch.compile(model) if compiled else model
+        return self.fabric.setup_module(called)
 
     def accumulating(self, wrapped: Any, more: bool) -> AbstractContextManager[Any]:
         """Within, and while `more` microbatches follow, backward leaves gradients unaveraged."""

@@ -36,7 +36,7 @@ def new_recipe(
     `inherited` is what a run given by --init decides. With --minutes the steps are those of the
     preset's epochs until they are planned.
     """
-    name, preset = choose_preset(data, config.preset)
+    name, preset = choose_preset(data, config.preset, config.model or inherited.get("model"))
     asked, augment = given(config)
     notes = []
     if config.preset is None:

@@ -58,6 +58,7 @@ def new_job(
         "image_size": list(recipe.image_size),
         "channels": data.channels,
         **recipe.model_options,
+        "test_flips": recipe.test_flips == "on",
     }
     torch.manual_seed(recipe.seed)
     model = create(**arguments)
@@ -150,7 +151,7 @@ def assemble(
         reporter.say(data.notes[-1])
     split = data.splits["train"]
     reference = reference_images(model, data, config.preprocess)
-    wrapped = processes.wrap(model)
+    wrapped = processes.wrap(model, config.recipe.compile)
     optimizers = build_optimizers(model, recipe.optimizer, recipe.lr, recipe.weight_decay)
     batches = TrainBatches(
         split,

@@ -8,6 +8,7 @@ from statistics import median
 import torch
 
 from regard.runs.job import Job
+from regard.runs.sizes import brought_to, mean_step, size_multiple, training_size
 from regard.runs.step import accumulate, clip_gradient
 
 WORTH = 1.05  # bf16 must be faster by this factor: it costs accuracy
@@ -67,14 +68,28 @@ def plan_steps(job: Job) -> tuple[int, str]:
     Times real steps, reading included; the optimizers' state is empty again afterwards, the
     weights are not as before. What evaluation will take is added from its number of images.
     """
-    recipe = job.config.recipe
+    recipe, multiple = job.config.recipe, size_multiple(job.state.model)
     start = time.monotonic()
+    step = time_step(job, recipe.image_size)
+    if recipe.start_size is not None:
+        first = time_step(job, training_size(recipe, 0, multiple))
+        step = mean_step(recipe, multiple, first, step)
+    images = len(job.data.splits["val"]) / recipe.batch_size
+    step *= 1 + EVALUATION * images / job.evaluation_interval()
+    left = job.processes.of_main(60 * (recipe.minutes or 0) - (time.monotonic() - start))
+    steps = max(1, int(left / step))
+    return steps, f"{steps} steps of {1000 * step:.0f} ms fit into {recipe.minutes:g} minutes"
+
+
+def time_step(job: Job, size: tuple[int, int]) -> float:
+    """The median time in seconds of real steps at this image size, the same on all processes."""
+    recipe = job.config.recipe
     batches = job.batches.start(0)
     times: list[float] = []
     wanted = 3
     while len(times) < wanted:
         before = time.monotonic()
-        batch = next(batches).to(job.processes.device)
+        batch = brought_to(next(batches).to(job.processes.device), size)
         accumulate(job, batch)
         clip_gradient(job.state.model, recipe.clip)
         for optimizer in job.state.optimizers:
@@ -86,12 +101,7 @@ def plan_steps(job: Job) -> tuple[int, str]:
             wanted = job.processes.of_main(int(min(max(fitting, 3), 30)))
     for optimizer in job.state.optimizers:
         optimizer.state.clear()
-    step = job.processes.of_main(median(times[1:]))
-    images = len(job.data.splits["val"]) / recipe.batch_size
-    step *= 1 + EVALUATION * images / job.evaluation_interval()
-    left = job.processes.of_main(60 * (recipe.minutes or 0) - (time.monotonic() - start))
-    steps = max(1, int(left / step))
-    return steps, f"{steps} steps of {1000 * step:.0f} ms fit into {recipe.minutes:g} minutes"
+    return job.processes.of_main(median(times[1:]))
 
 
 def seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
