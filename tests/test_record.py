@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from regard import InputError, PixelAttention, SimpleViT, attend
+from regard import InputError, PixelAttention, SimpleViT, attend, create
 from regard.record import attention_health, calls, class_relevance, record
 from tests.reference.handmade import Handmade, known_weights, left_neighbour, own_row, top_right
 
@@ -346,6 +346,39 @@ def test_a_checkpointed_block_is_recorded_once():
     assert list(seen) == ["block"]
 
 
+def test_views_that_a_model_adds_to_its_batch_are_recorded_behind_the_pictures():
+    torch.manual_seed(0)
+    model = create("pixel-resnet-nano", num_classes=3, test_flips=True).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    images = torch.randn(2, 3, 32, 32)
+    with record(model) as seen:
+        model(images)
+    with record(model) as alone:
+        model.features(images)
+    for name, attention in alone.items():
+        assert seen[name].keys == attention.keys
+        assert len(seen[name].weights) == 4
+        torch.testing.assert_close(seen[name].weights[:2], attention.weights)
+
+
+def test_relevance_is_of_the_pictures_where_a_model_adds_views():
+    class Mirrored(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, images):
+            both = self.inner(torch.cat([images, images.flip(3)]))
+            return both.unflatten(0, (2, -1)).mean(0)
+
+    model = Classifier(multihead(batch_first=True).eval())
+    images = torch.randn(2, 3, 4, 6)
+    alone, mirrored = (class_relevance(m, images, 1) for m in (model, Mirrored(model)))
+    assert float(alone.maps.max()) > 0
+    torch.testing.assert_close(mirrored.maps, alone.maps / 2)  # half of the logit is theirs
+
+
 @pytest.mark.parametrize("rule", [left_neighbour, own_row, top_right])
 def test_hand_made_attention_on_a_rectangle(rule):
     model = Handmade(rule)
@@ -366,7 +399,7 @@ def test_chosen_queries_are_rows_of_all_weights():
         model(x)
     one, all_ = some["blocks.0"], every["blocks.0"]
     assert one.rows == (7, 0)
-    assert torch.equal(one.weights, all_.weights[:, :, [7, 0]])
+    torch.testing.assert_close(one.weights, all_.weights[:, :, [7, 0]], rtol=1e-5, atol=0)
     torch.testing.assert_close(one.mean, all_.mean[:, [7, 0]])
     assert torch.equal(one.received, all_.received)
     assert one.weights[0, 0, 0].argmax() == 6

@@ -9,7 +9,8 @@ from regard.errors import InputError
 from regard.study import StudyOptions, study
 from regard.study.folder import Plan, StudyFolder
 from regard.study.plan import Grid, Run, check_same, new_grid
-from regard.study.study import command_of, continued, worker_count
+from regard.study.results import command_of
+from regard.study.study import continued, worker_count
 from tests.study.conftest import settings
 
 
@@ -122,7 +123,7 @@ def test_what_would_change_finished_runs_is_refused():
 
 def test_the_command_on_the_page_makes_the_study_again():
     grid = Grid(("adamw", "muon"), ("none", "unit"), (0.001, 0.1), 2)
-    words = command_of(Plan(settings(data="digits"), grid), StudyFolder("x")).split()
+    words = command_of(Plan(settings(data="digits"), grid)).split()
     assert words[:3] == ["regard", "study", "digits"]
     values = dict(itertools.pairwise(words))
     options = StudyOptions(

@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-from regard.study.page import band, study_page
+from regard.study.figures import band
+from regard.study.page import study_page
 from regard.study.summary import summarise
 
 COMMAND = "regard study '<img src=x onerror=alert(1)>'"

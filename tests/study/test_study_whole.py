@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -59,6 +60,25 @@ def test_a_study_is_whole_killed_and_extended(tmp_path):
     more = study(StudyOptions(out=out, resume=True, rates="1e-2", forms="unit,rms"), said.append)
     assert {p.name for p in (out / "runs").iterdir()} - after.keys() == {"adamw-rms-0.01-0.json"}
     assert list(more.summary.forms["adamw"]) == ["unit", "rms"]
+
+
+def test_a_signal_to_study_and_workers_alike_stops_it_cleanly(tmp_path):
+    """As a shell's Ctrl-C or `timeout` sends it: workers may die of it before the study sees it."""
+    words = ["--forms", "none", "--rates", "1e-3", "--seeds", "1", "--steps", "100000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "regard", "study", "--out", str(tmp_path / "study"), *words],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 200
+    while not (tmp_path / "study" / "pictures.npz").is_file():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1)  # the worker is started right after
+    os.killpg(process.pid, signal.SIGTERM)
+    error = process.communicate()[1]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert re.fullmatch(r"regard: stopped; `.* --resume` goes on without repeating .*\n", error)
 
 
 def test_a_failure_in_a_worker_is_ours_and_loud(tmp_path):

@@ -1,5 +1,6 @@
 """One call of an attention, as the model made it, and its weights a block at a time."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -9,10 +10,9 @@ from torch import Tensor
 
 from regard.record.scratch import Scratch
 
-# Bytes of float32 scores in one block: they stay in a CPU's cache, and are little beside what a
-# forward holds anyway. A block has at least so many rows of a head, or all of them, so that the
-# product is worth its reading of the keys.
-BLOCK_BYTES = 320 << 10
+# Bytes of scores in one block, at most: a CPU's cache holds them. A block has at least so many rows
+# of a head, or all of them, so that the product is worth its reading of the keys.
+BLOCK_BYTES = 1 << 20
 LEAST_ROWS = 64
 
 
@@ -56,21 +56,19 @@ class Call:
         if self.weights is not None:
             b, g, n, m = self.weights.shape
             return b, g, n, m
-        q, k = self._queries_keys()
-        b, g, n, _ = q.shape
-        return b, g, n, k.shape[2]
-
-    def _queries_keys(self) -> tuple[Tensor, Tensor]:
         assert self.q is not None, "a call has queries and keys, or weights"
         assert self.k is not None
-        return self.q, self.k
+        b, g, n, _ = self.q.shape
+        return b, g, n, self.k.shape[2]
 
     def without_graph(self) -> "Call":
         """The same on detached tensors; `out` keeps its graph."""
         names = ("v", "q", "k", "mask", "logits", "weights")
-        values: dict[str, Any] = {name: getattr(self, name) for name in names}
-        values = {name: None if t is None else t.detach() for name, t in values.items()}
-        return replace(self, **values)
+        values: dict[str, Tensor | None] = {name: getattr(self, name) for name in names}
+        cut: dict[str, Any] = {
+            name: t.detach() for name, t in values.items() if t is not None and t.requires_grad
+        }
+        return replace(self, **cut) if cut else self
 
     def first(self, images: int) -> "Call":
         """The same call for the first `images` of the batch."""
@@ -86,38 +84,62 @@ class Call:
         """Weights (b, g, len(index), m) of the chosen queries, float32 or wider."""
         if self.weights is not None:
             return wide(self.weights[:, :, index])
-        return self._logits(slice(None), slice(None), index, Scratch()).softmax(-1)
+        every = slice(None)
+        keys = self._keys(every, every)
+        return self._logits(every, every, index, keys, Scratch(), 1.0).softmax(-1)
 
-    def blocks(self, scratch: Scratch) -> Iterator[Block]:
-        """All logits, in blocks of bounded size (see `BLOCK_BYTES`)."""
+    def blocks(self, scratch: Scratch, factor: float = 1.0) -> Iterator[Block]:
+        """All logits, times `factor`, in blocks of bounded size.
+
+        That is `BLOCK_BYTES`, or less: half of what queries, keys, values and result take, so that
+        the two buffers of a reduction are no more than the attention itself holds. Heads stay
+        together as long as they can, which divides a block evenly among a CPU's threads.
+        """
         b, g, n, m = self.shape
-        row = 4 * m
-        rows = min(n, max(LEAST_ROWS, BLOCK_BYTES // row))
-        heads = min(g, max(1, BLOCK_BYTES // (row * n))) if rows == n else 1
-        images = min(b, max(1, BLOCK_BYTES // (row * n * g))) if heads == g else 1
+        row = m * (8 if self.v.dtype == torch.float64 else 4)
+        held = 4 * max(self.v.numel(), b * g * n * self.v.shape[-1]) * row // m
+        size = min(BLOCK_BYTES, held // 2)
+        least = min(n, LEAST_ROWS)
+        heads = _even(g, size // (row * least))
+        rows = _even(n, max(least, size // (row * heads)))
+        images = _even(b, size // (row * n * g)) if (heads, rows) == (g, n) else 1
         for some_images in _slices(b, images):
             for some_heads in _slices(g, heads):
+                keys = self._keys(some_images, some_heads)
                 for some_rows in _slices(n, rows):
-                    logits = self._logits(some_images, some_heads, some_rows, scratch)
-                    yield Block(some_images, some_heads, some_rows, logits)
+                    part = some_images, some_heads, some_rows
+                    yield Block(*part, self._logits(*part, keys, scratch, factor))
+
+    def _keys(self, images: slice, heads: slice) -> Tensor | None:
+        """kᵀ (images · heads, d, m) of a part; None where the model gave its logits."""
+        return None if self.k is None else wide(self.k[images, heads]).flatten(0, 1).mT
 
     def _logits(
-        self, images: slice, heads: slice, rows: slice | Tensor, scratch: Scratch
+        self,
+        images: slice,
+        heads: slice,
+        rows: slice | Tensor,
+        keys: Tensor | None,
+        scratch: Scratch,
+        factor: float,
     ) -> Tensor:
-        """scale · q kᵀ + mask for a part; a masked place gets a large negative number.
+        """factor · (scale · q kᵀ + mask) for a part; a masked place gets a large negative number.
 
         A finite one keeps 0 · logit a number in the entropy.
         """
-        if self.logits is not None:
+        if keys is None:
+            assert self.logits is not None
             given = wide(self.logits[images, heads][:, :, rows])
             logits = scratch.take("logits", tuple(given.shape), given)
-            return torch.clamp(given, min=_floor(given), out=logits)
-        q, k = self._queries_keys()
-        q, k = wide(q[images, heads][:, :, rows]) * self.scale, wide(k[images, heads])
-        logits = scratch.take("logits", (*q.shape[:3], k.shape[2]), q)
-        torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out=logits.flatten(0, 1))
+            return torch.mul(given, factor, out=logits).clamp_(min=_floor(logits))
+        assert self.q is not None
+        q = wide(self.q[images, heads][:, :, rows])
+        logits = scratch.take("logits", (*q.shape[:3], keys.shape[2]), q)
+        flat = logits.flatten(0, 1)
+        torch.baddbmm(flat, q.flatten(0, 1), keys, beta=0, alpha=factor * self.scale, out=flat)
         if self.mask is not None:
-            logits += self.mask.expand(self.shape)[images, heads][:, :, rows]
+            mask = self.mask.expand(self.shape)[images, heads][:, :, rows]
+            logits.add_(mask, alpha=factor)
         if self.causal:
             n, m = self.shape[2:]
             positions = torch.arange(n, device=q.device)[rows, None]
@@ -134,6 +156,11 @@ def _floor(logits: Tensor) -> float:
 def wide(x: Tensor) -> Tensor:
     """x in float32, or in float64 where it is that."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def _even(total: int, most: int) -> int:
+    """The size of the fewest equal parts of at most `most`, which is at least 1."""
+    return math.ceil(total / math.ceil(total / min(total, max(1, most))))
 
 
 def _slices(total: int, size: int) -> list[slice]:

@@ -204,7 +204,7 @@ class _Recorder:
             kept = self._chosen_rows(call, rows)
             kinds -= {"weights", "mean"}
         if kinds:
-            kept |= reduce_call(call, kinds, self.scratch)
+            kept |= reduce_call(call, kinds, Scratch())
         heads = call.shape[1]
         self.seen._attentions[name] = Attention(name, heads, queries, keys, rows, **kept)
 

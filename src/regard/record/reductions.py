@@ -1,5 +1,6 @@
 """What is kept of attention weights: pure functions, and the same in blocks."""
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -27,9 +28,11 @@ def received(weights: Tensor) -> Tensor:
 def reduce_call(call: Call, keep: Iterable[str], scratch: Scratch) -> dict[str, Tensor]:
     """The kinds in `keep` but weights and chosen queries, never holding n × m at once.
 
-    With logits s, their row maximum t and e_j = exp(s_j - t), l = Σ_j e_j: weights are e / l, and
-    the entropy of a row is log l - Σ_j e_j (s_j - t) / l, which needs no logarithm of a weight.
-    Two buffers of a block's size are held.
+    With logits s in units of ln 2, their row maximum t, e_j = 2^(s_j - t), which is cheaper than
+    exp, and l = Σ_j e_j: weights are e / l, and the entropy of a row is
+    log l - ln 2 · Σ_j e_j (s_j - t) / l, which needs no logarithm of a weight. Two buffers of a
+    block's size are held. A block is a few passes over memory that the cache holds, so what each
+    pass costs beside them counts: whatever can wait for all blocks does.
     """
     b, g, n, m = call.shape
     kinds = set(keep)
@@ -41,33 +44,32 @@ def reduce_call(call: Call, keep: Iterable[str], scratch: Scratch) -> dict[str, 
         out["mean"] = like.new_zeros(b, n, m)
     if "received" in kinds:
         out["received"] = like.new_zeros(b, g, m)
-    if "entropy" in kinds:
-        out["entropy"] = like.new_empty(b, g, n)
-    if "largest_logit" in kinds:
-        out["largest_logit"] = like.new_full((b, g), -torch.inf)
-    for images, heads, rows, logits in call.blocks(scratch):
-        top = logits.amax(-1, keepdim=True)
-        if "largest_logit" in out:
-            part = out["largest_logit"][images, heads]
-            torch.maximum(part, top.amax((-1, -2)), out=part)
+    tops, totals, dots = like.new_empty(3, b, g, n).unbind()
+    for images, heads, rows, logits in call.blocks(scratch, math.log2(math.e)):
+        top = torch.amax(logits, -1, out=tops[images, heads, rows])
         if kinds == {"largest_logit"}:
             continue
-        shifted = logits.sub_(top)
-        e = torch.exp(shifted, out=scratch.take("e", tuple(shifted.shape), shifted))
-        total = e.sum(-1, keepdim=True)
-        if "entropy" in out:
-            mean = shifted.mul_(e).sum(-1) / total[..., 0]
-            out["entropy"][images, heads, rows] = total[..., 0].log() - mean
-        if "received" in out:
+        shifted = logits.sub_(top[..., None])
+        e = torch.exp2(shifted, out=scratch.take("e", tuple(shifted.shape), shifted))
+        total = torch.sum(e, -1, out=totals[images, heads, rows])
+        if "entropy" in kinds:
+            torch.sum(shifted.mul_(e), -1, out=dots[images, heads, rows])
+        if "received" in kinds:
             # Σ_i e_ij / l_i as a product, which takes one reading of e
-            share = total.reciprocal().mT @ e
-            out["received"][images, heads] += share[..., 0, :] / n
-        if "weights" in out or "mean" in out:
-            weights = e.div_(total)
-            if "weights" in out:
+            sums = out["received"][images, heads].view(-1, 1, m)
+            sums.baddbmm_(total.reciprocal().view(-1, 1, total.shape[-1]), e.flatten(0, 1))
+        if "weights" in kinds or "mean" in kinds:
+            weights = e.div_(total[..., None])
+            if "weights" in kinds:
                 out["weights"][images, heads, rows] = weights
-            if "mean" in out:
+            if "mean" in kinds:
                 out["mean"][images, rows] += weights.sum(1) / g
+    if "received" in kinds:
+        out["received"] /= n
+    if "entropy" in kinds:
+        out["entropy"] = totals.log() - math.log(2) * dots / totals
+    if "largest_logit" in kinds:
+        out["largest_logit"] = math.log(2) * tops.amax(-1)
     if "weights" in out and call.weights is not None:
         out["weights"] = wide(call.weights).clone()  # to the bit those that the model made
     return out

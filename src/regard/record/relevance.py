@@ -76,7 +76,8 @@ def class_relevance(
         row, scratch = start.clone(), Scratch()
         for (*_, call), gradient in zip(reversed(calls), reversed(gradients), strict=True):
             row = row + _through(row, call, call.to_heads(gradient), scratch)
-    maps = (row - start)[:, tokens.places()].unflatten(1, tokens.need_grid())
+    # A model that makes further views of the pictures has them behind the pictures themselves.
+    maps = (row - start)[: len(images), tokens.places()].unflatten(1, tokens.need_grid())
     return Relevance(maps, chosen, logits.detach())
 
 

@@ -61,6 +61,7 @@ class Watch(TorchFunctionMode):
         self.windowed: set[str] = set()
         self._stack: list[tuple[str, tuple[int, int] | None]] = []
         self._seen: dict[tuple[int, int], None] = {}
+        self._layouts: dict[Any, Tokens] = {}
         self._images: Tensor | None = None
         self._batch: int | None = None
         self._softmax: Softmax | None = None
@@ -97,11 +98,19 @@ class Watch(TorchFunctionMode):
         if not self._stack:
             self.called = True
             self._seen.clear()
+            self._layouts.clear()
             self._images = given_map
             self._batch = None if first is None else first.shape[0]
+        elif given_map is not None and self._more_pictures(given_map):
+            self._images, self._batch = given_map, given_map.shape[0]
         self._stack.append((name, None if given_map is None else map_size(given_map)))
         if module in self._like:
             self.attention_like[name] = module
+
+    def _more_pictures(self, given: Tensor) -> bool:
+        """Whether the model made other views of the pictures (such as mirrored) beside them."""
+        before = self._images
+        return before is not None and given.shape[1:] == before.shape[1:] and given is not before
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module not in self.names or in_backward() or not self._stack:
@@ -166,8 +175,11 @@ class Watch(TorchFunctionMode):
     def _layout(self, count: int) -> Tokens:
         if self.grid is not None:
             return with_grid(count, self.grid, self.model)
-        enclosing = [size for _, size in self._stack]
-        return find_layout(count, self.model, self._images, enclosing, self._seen)
+        enclosing = tuple(size for _, size in self._stack)
+        key = count, enclosing, tuple(self._seen)
+        if key not in self._layouts:
+            self._layouts[key] = find_layout(count, self.model, self._images, enclosing, self._seen)
+        return self._layouts[key]
 
 
 def package(module: nn.Module) -> str:
@@ -176,9 +188,10 @@ def package(module: nn.Module) -> str:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module of torch has no parts and neither attends nor says what the grid is."""
-    has_parts = next(module.children(), None) is not None
-    return package(module) == "torch" and not has_parts and not isinstance(module, nn.Conv2d)
+    """Whether a module has no parts and neither attends nor says what the grid is."""
+    if next(module.children(), None) is not None or isinstance(module, nn.Conv2d):
+        return False
+    return package(module) == "torch" or isinstance(module, (nn.Linear, nn.LayerNorm))
 
 
 def map_size(x: Tensor) -> tuple[int, int]:
@@ -194,9 +207,10 @@ def in_backward() -> bool:
 @contextlib.contextmanager
 def undisturbed(device_type: str) -> Iterator[None]:
     """No gradients, no autocast, no function mode: what is computed within is ours alone."""
+    autocast = torch.is_autocast_enabled(device_type)
     with (
         torch.no_grad(),
-        torch.autocast(device_type, enabled=False),
+        torch.autocast(device_type, enabled=False) if autocast else contextlib.nullcontext(),
         torch._C.DisableTorchFunction(),
     ):
         yield

@@ -10,6 +10,9 @@ from regard.views.page import Html, tag
 
 LEFT, RIGHT, TOP, BOTTOM = 48, 12, 10, 24
 
+# Values within so small a factor lie on a linear axis, which has rounder marks.
+LEAST_LOG = 3.0
+
 
 @dataclass(frozen=True)
 class Band:
@@ -46,10 +49,9 @@ class Axis:
 
 
 def axis(values: Sequence[float], start: float, end: float, log: bool) -> Axis:
-    """An axis that holds all values, with round marks."""
-    if log:
-        low, high = min(values), max(values)
-        low, high = (low, high) if high > low * 1.2 else (low / 1.2, high * 1.2)
+    """An axis that holds all values, with round marks; logarithmic where they differ enough."""
+    low, high = min(values), max(values)
+    if log and high >= LEAST_LOG * low:
         return Axis(low, high, start, end, True, log_marks(low, high))
     marks = ticks(*span(values), about=4)
     return Axis(marks[0], marks[-1], start, end, False, marks)

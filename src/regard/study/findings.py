@@ -221,8 +221,8 @@ def never_trained(summary: Summary, optimizer: str) -> str | None:
     )
 
 
-def conclusion(summary: Summary, optimizer: str) -> str:
-    """The paragraph at the head of the page."""
+def statements(summary: Summary, optimizer: str) -> list[str]:
+    """What the page says at its head: the answer, then what it rests on."""
     parts = [
         headline(summary, optimizer),
         *sentences(summary, optimizer),
@@ -231,4 +231,9 @@ def conclusion(summary: Summary, optimizer: str) -> str:
         divergence_sentence(summary, optimizer),
         never_trained(summary, optimizer),
     ]
-    return " ".join(part for part in parts if part)
+    return [part for part in parts if part]
+
+
+def conclusion(summary: Summary, optimizer: str) -> str:
+    """The same as one paragraph."""
+    return " ".join(statements(summary, optimizer))

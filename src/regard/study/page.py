@@ -1,22 +1,16 @@
 """study.html: the answer, curves over the rates, the table, and training layer by layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-from regard.study.charts import Band, panel
-from regard.study.findings import (
-    OPTIMIZER_NAMES,
-    comparisons,
-    conclusion,
-    number,
-    percent,
-    questions,
-)
+from regard.study.figures import multiples, over_rates
+from regard.study.findings import OPTIMIZER_NAMES, number, percent, statements
 from regard.study.forms import NAMES
-from regard.study.summary import Cell, Result, Summary
-from regard.views.page import Html, cards, facts, page, section, table, tag
+from regard.study.summary import Result, Summary
+from regard.study.tables import comparison_table, form_table
+from regard.views.page import Html, cards, facts, page, section, tag
 
 STYLE = Html("""<style>
 :root { --none: #c4401b; --cap: #a87600; --unit: #2463c9; --rms: #0b8468; --layer: #8a4fbf; }
@@ -36,7 +30,10 @@ STYLE = Html("""<style>
 .legend button[aria-pressed=false] { opacity: .45; text-decoration: line-through; }
 .scroll { overflow-x: auto; } .multiples { display: grid; gap: .5rem; min-width: 46rem; }
 .multiples figure { padding: .35rem .4rem; } .multiples figcaption { font-size: .78rem; margin: 0; }
-.multiples svg { font-size: 15px; } .answer { font-size: 1.05rem; max-width: 48rem; }
+.multiples svg { font-size: 15px; } .answer { max-width: 52rem; }
+.answer b { display: block; font-size: 1.15rem; line-height: 1.35; margin: .6rem 0 .3rem; }
+.wide th { white-space: normal; overflow-wrap: normal; vertical-align: bottom; }
+.wide td { white-space: nowrap; }
 summary { cursor: pointer; font-weight: 600; }
 </style>""")
 
@@ -51,16 +48,6 @@ for (const button of document.querySelectorAll(".legend button"))
   });
 </script>""")
 
-# title, the figure of a cell over seeds, logarithmic, percent
-CURVES: list[tuple[str, Callable[[Cell], Sequence[float | None]], bool, bool]] = [
-    ("Final training loss", lambda c: c.loss, True, False),
-    ("Held-out accuracy", lambda c: c.accuracy, False, True),
-    ("Largest attention logit", lambda c: c.largest_logit, True, False),
-    ("Lowest entropy of a layer at the end, nats", lambda c: c.lowest_entropy, False, False),
-    ("Largest gradient norm", lambda c: c.gradient_norm, True, False),
-    ("Steps to the accuracy", lambda c: c.steps_to, False, False),
-]
-
 
 def study_page(summary: Summary, results: Sequence[Result], command: str) -> str:
     """The page, from figures alone."""
@@ -69,7 +56,7 @@ def study_page(summary: Summary, results: Sequence[Result], command: str) -> str
     parts: list[Any] = [STYLE, tag("h1", title), tag("p", about(summary), class_="soft")]
     for optimizer in summary.grid.optimizers:
         parts += [
-            tag("p", conclusion(summary, optimizer), class_="answer"),
+            answer(summary, optimizer),
             tag("p", "Sensitivity to the learning rate, lower is better", class_="soft"),
             key_figures(summary, optimizer),
         ]
@@ -88,15 +75,27 @@ def study_page(summary: Summary, results: Sequence[Result], command: str) -> str
     return page(title, *parts)
 
 
+def answer(summary: Summary, optimizer: str) -> Html:
+    """The conclusion as one paragraph, its first sentence large."""
+    first, *rest = statements(summary, optimizer)
+    return tag("p", tag("b", first), " ", " ".join(rest), class_="answer")
+
+
 def about(summary: Summary) -> str:
     """One line: what was run."""
     s, g = summary.settings, summary.grid
+    optimizers = " and ".join(OPTIMIZER_NAMES[o] for o in g.optimizers)
     return (
-        f"{len(g.runs())} runs: {len(g.forms)} forms, {len(g.rates)} learning rates, {g.seeds} "
-        f"seeds, {' and '.join(OPTIMIZER_NAMES[o] for o in g.optimizers)}; {s.model['name']}, "
+        f"{len(g.runs())} runs: {len(g.forms)} forms, {len(g.rates)} learning rates, "
+        f"{counted(g.seeds)}, {optimizers}; {s.model['name']}, "
         f"{s.steps} steps of {s.batch_size} images, {s.images:,} to train on and {s.held_out:,} "
         "held out"
     )
+
+
+def counted(seeds: int) -> str:
+    """How many seeds, in words."""
+    return "1 seed" if seeds == 1 else f"{seeds} seeds"
 
 
 def limits(summary: Summary) -> Html:
@@ -105,7 +104,7 @@ def limits(summary: Summary) -> Html:
         "p",
         "This is about a model of this size, trained for so many steps on these images, without "
         "augmentation or clipping of gradients. “Spread” is the 95% interval of a difference over "
-        f"{summary.grid.seeds} seeds; about one comparison in twenty exceeds it by chance.",
+        f"{counted(summary.grid.seeds)}; about one comparison in twenty exceeds it by chance.",
         class_="soft",
     )
 
@@ -117,144 +116,6 @@ def legend(summary: Summary) -> Html:
         for form in summary.grid.forms
     )
     return tag("div", *buttons, class_="legend")
-
-
-def over_rates(summary: Summary, optimizer: str) -> Html:
-    """Each figure against the learning rate."""
-    figures = []
-    for title, figure, log, in_percent in CURVES:
-        if "Steps" in title:
-            title = (
-                f"Steps to {percent(summary.target)} held-out accuracy; none where a seed never did"
-            )
-        bands = [
-            band(form, summary.grid.rates, [figure(found.cells[r]) for r in summary.grid.rates])
-            for form, found in summary.forms[optimizer].items()
-        ]
-        figures.append(
-            panel(title, bands, log_x=True, log_y=log, percent=in_percent,
-                  x_marks=summary.grid.rates)
-        )  # fmt: skip
-    return tag("div", *figures, class_="figures")
-
-
-def band(form: str, x: Sequence[float], over_seeds: Sequence[Sequence[float | None]]) -> Band:
-    """Mean, smallest and largest over seeds at each x; a gap where a seed has none."""
-    whole = [[v for v in values if v is not None] for values in over_seeds]
-    there = [len(w) == len(v) > 0 for w, v in zip(whole, over_seeds, strict=True)]
-
-    def each(of: Callable[[list[float]], float]) -> list[float | None]:
-        return [of(w) if ok else None for w, ok in zip(whole, there, strict=True)]
-
-    return Band(form, NAMES[form], x, each(fmean), each(min), each(max))
-
-
-def form_table(summary: Summary, optimizer: str) -> Html:
-    """One row a form."""
-    high, low = max(summary.grid.rates), min(summary.grid.rates)
-    columns = [
-        "form", "sensitivity", "best rate", "accuracy there", f"accuracy at {high:g}",
-        f"loss at {low:g}", f"largest logit at {high:g}", f"entropy at {high:g}", "diverged",
-    ]  # fmt: skip
-    rows = [
-        (
-            NAMES[form],
-            spread(found.sensitivity, number),
-            f"{found.best_rate:g}",
-            spread(found.best.accuracy, percent),
-            spread(found.highest.accuracy, percent),
-            spread(found.lowest.loss, number),
-            spread(found.highest.largest_logit, number),
-            spread(found.highest.lowest_entropy, number),
-            f"{found.diverged} of {found.runs}",
-        )
-        for form, found in summary.forms[optimizer].items()
-    ]
-    return tag("div", table(columns, rows), tag("p", SPREAD_WORDS, class_="soft"))
-
-
-SPREAD_WORDS = (
-    "Mean over seeds ± standard deviation. Sensitivity is learning-rate sensitivity: the mean over "
-    "the rates of min(final loss, initial loss), less the best of these; lower is better. Entropy "
-    "is that of the layer where it is lowest, at the end."
-)
-
-
-def spread(values: Sequence[float], show: Callable[[float], str]) -> str:
-    """Mean ± standard deviation."""
-    mean = show(fmean(values))
-    return f"{mean} ± {show(stdev(values))}" if len(values) > 1 else mean
-
-
-def comparison_table(summary: Summary, optimizer: str) -> Html:
-    """Every comparison, whether it is larger than the spread or not."""
-    rows = []
-    for question in questions(summary):
-        for form, c in comparisons(summary, optimizer, question).items():
-            margin = "unknown" if c.margin is None else f"± {question.show(c.margin)}"
-            verdict = "yes" if c.clear else "no"
-            sign = "+" if c.difference >= 0 else "−"
-            shown = f"{sign}{question.show(abs(c.difference))}"
-            rows.append((f"{question.quantity} {question.name}".replace(" sensitivity", ""),
-                         NAMES[form], shown, margin, verdict))  # fmt: skip
-    columns = ["quantity", "form", "difference", "spread", "larger than the spread"]
-    return table(columns, rows, text=2)
-
-
-def multiples(summary: Summary, results: Sequence[Result]) -> list[Html]:
-    """Loss, and by layer the largest logit and the entropy, over training at every rate."""
-    layers = len(results[0]["points"][0]["entropy"])
-    found = [over_training(summary, results, "Training loss", "losses", "loss", None, True)]
-    for title, name, log in (
-        ("Largest attention logit", "largest_logit", True),
-        ("Attention entropy, nats", "entropy", False),
-    ):
-        by_layer = [
-            over_training(
-                summary, results, f"{title}, layer {layer + 1}", "points", name, layer, log
-            )
-            for layer in range(layers)
-        ]
-        found.append(tag("details", tag("summary", f"{title}, by layer"), *by_layer, open="open"))
-    found.append(
-        over_training(summary, results, "Gradient norm", "points", "gradient_norm", None, True)
-    )
-    return found
-
-
-def over_training(
-    summary: Summary,
-    results: Sequence[Result],
-    title: str,
-    series: str,
-    name: str,
-    layer: int | None,
-    log: bool,
-) -> Html:
-    """A row of small panels, one a rate, on one scale."""
-
-    def values(result: Result) -> dict[float, float | None]:
-        return {p["step"]: p[name] if layer is None else p[name][layer] for p in result[series]}
-
-    groups: dict[tuple[str, float], list[dict[float, float | None]]] = {}
-    for result in results:
-        groups.setdefault((result["form"], result["rate"]), []).append(values(result))
-    every = [v for runs in groups.values() for run in runs for v in run.values() if v is not None]
-    scale = (min(v for v in every if v > 0 or not log), max(every))
-    panels = []
-    for rate in summary.grid.rates:
-        bands = []
-        for form in summary.grid.forms:
-            runs = groups[form, rate]
-            steps = sorted(set.intersection(*(set(run) for run in runs)))
-            bands.append(band(form, steps, [[run[step] for run in runs] for step in steps]))
-        marks = (1, summary.settings.steps)
-        panels.append(
-            panel(f"{title}, rate {rate:g}", bands, width=300, height=200, log_y=log,
-                  x_marks=marks, y_values=scale, small=True)
-        )  # fmt: skip
-    columns = f"grid-template-columns: repeat({len(panels)}, 1fr)"
-    return tag("div", tag("div", *panels, class_="multiples", style=columns), class_="scroll")
 
 
 def method(summary: Summary, command: str) -> Html:

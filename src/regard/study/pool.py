@@ -49,6 +49,7 @@ def run_all(
                 json.loads(text) if text else {"failed": "it ended by itself\n"}
             )
             if "failed" in message:
+                await_signal(stop)
                 raise WorkerFailed(f"a worker of the study failed:\n{message['failed']}")
             if "step" in message:
                 under_way[number] = message["step"]
@@ -64,10 +65,22 @@ def run_all(
 def next_news(news: "queue.Queue[tuple[int, str]]", stop: StopSignal) -> tuple[int, str]:
     """The next line of any worker, unless a signal comes first."""
     while True:
-        if stop.number:
-            raise Interrupted("the study was stopped", stop.number)
+        check_signal(stop)
         with contextlib.suppress(queue.Empty):
             return news.get(timeout=0.2)
+
+
+def check_signal(stop: StopSignal) -> None:
+    if stop.number:
+        raise Interrupted("the study was stopped", stop.number)
+
+
+def await_signal(stop: StopSignal, seconds: float = 1.0) -> None:
+    """Wait for a signal sent to the whole process group, which ends workers sooner than us."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        check_signal(stop)
+        time.sleep(0.02)
 
 
 def send(process: "subprocess.Popen[str]", run: Run) -> None:

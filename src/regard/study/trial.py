@@ -60,10 +60,8 @@ def trial(
         labels = pictures.labels[index]
         set_rate(optimizers, run.rate * rate(step, settings.steps, settings.warmup))
         if due(step, settings.steps, POINTS):
-            with attention_health(model) as health:
-                loss = cross_entropy(model(images), labels)
-            loss.backward()  # type: ignore[no-untyped-call]
-            points.append(point(step + 1, health, gradient_norm(model)))
+            loss, found = measured(model, images, labels)
+            points.append({"step": step + 1, **found})
         else:
             loss = cross_entropy(model(images), labels)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -77,8 +75,8 @@ def trial(
                 break
         if due(step, settings.steps, CHECKS):
             some = (pictures.val_images[:MOST_CHECKED], pictures.val_labels[:MOST_CHECKED])
-            found = held_out(model, preprocess, *some)
-            checks.append({"step": step + 1, "accuracy": found[0], "loss": finite(found[1])})
+            accuracy, held_out_loss = held_out(model, preprocess, *some)
+            checks.append({"step": step + 1, "accuracy": accuracy, "loss": finite(held_out_loss)})
     return {
         **vars(run),
         **outcome(model, preprocess, pictures, losses),
@@ -109,13 +107,16 @@ def due(step: int, steps: int, times: int) -> bool:
     return step == 0 or before > ((step - 1) * (times - 1)) // max(steps - 1, 1)
 
 
-def point(step: int, health: dict[str, dict[str, float]], gradient: float) -> dict[str, Any]:
-    """What is measured of attention, layer by layer, and of the gradient."""
-    return {
-        "step": step,
-        "largest_logit": [finite(layer["largest_logit"]) for layer in health.values()],
-        "entropy": [finite(layer["entropy"]) for layer in health.values()],
-        "gradient_norm": finite(gradient),
+def measured(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Forward and backward, and what is seen of attention, layer by layer, and of the gradient."""
+    with attention_health(model) as health:
+        loss = cross_entropy(model(images), labels)
+    loss.backward()  # type: ignore[no-untyped-call]
+    layers = health.values()
+    return loss, {
+        "largest_logit": [finite(layer["largest_logit"]) for layer in layers],
+        "entropy": [finite(layer["entropy"]) for layer in layers],
+        "gradient_norm": finite(gradient_norm(model)),
     }
 
 
