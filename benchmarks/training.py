@@ -36,7 +36,7 @@ from regard.runs.setup import new_job
 
 MODELS = ("simple-vit-ti/4", "pixel-resnet-s")
 CLASSES, SIDE, BATCH = 10, 32, 128
-WARM = 2  # steps that are not counted
+WARM = 1  # steps that are not counted
 EPOCH = 50_000 // BATCH  # steps between evaluations on a data set of CIFAR-10's size
 
 
