@@ -109,6 +109,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     # The parent only forks: it imports everything once and computes nothing.
+    import lightning_fabric  # noqa: F401
     import sklearn.datasets
     import sklearn.metrics  # noqa: F401
 
