@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from regard.runs import loop
 from regard.runs.config import TrainConfig
 from regard.runs.evaluate import evaluate
 from regard.runs.folder import RunFolder, RunStopped
+from regard.runs.setup import inverse_frequency, refuse_sharded
 from regard.runs.stop import Interrupted
 from regard.runs.train import train
 from regard.runs.watch import NotFinite
@@ -405,8 +407,6 @@ def test_evaluation_on_other_data_matches_classes_by_name(tmp_path):
 
 
 def test_class_weights_make_each_class_weigh_the_same():
-    from regard.runs.setup import inverse_frequency
-
     labels = np.array([0] * 6 + [1] * 3 + [2])
     weights = inverse_frequency(labels, 3)
     totals = [float(weights[c]) * n for c, n in enumerate((6, 3, 1))]
@@ -531,6 +531,15 @@ def test_a_device_that_is_not_there_is_refused(tmp_path):
         train(tiny_config(tmp_path / "run", device="cuda"), say=quiet)
     with pytest.raises(InputError, match="strategy is fsdp, but there is one process"):
         train(tiny_config(tmp_path / "run", strategy="fsdp"), say=quiet)
+
+
+def test_a_model_that_calibrates_is_not_sharded():
+    sharded = SimpleNamespace(sharded=True)
+    net = create("pixel-resnet-nano", num_classes=3, image_size=16, widths=(8, 8))
+    with pytest.raises(InputError, match=r"PixelResNet takes statistics .*; give --strategy ddp"):
+        refuse_sharded(net, sharded)
+    refuse_sharded(create("simple-vit-nano/4", num_classes=3, dim=16, depth=1), sharded)
+    refuse_sharded(net, SimpleNamespace(sharded=False))
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path):

@@ -149,6 +149,7 @@ def assemble(
     if data.splits["train"].source.has_files and recipe.memory:
         data = remember(data, int(recipe.memory * 1e9), workers=recipe.workers)
         reporter.say(data.notes[-1])
+    refuse_sharded(model, processes)
     split = data.splits["train"]
     reference = reference_images(model, data, config.preprocess)
     wrapped = processes.wrap(model, config.recipe.compile)
@@ -191,6 +192,15 @@ def assemble(
         log=log,
         reporter=reporter,
     )
+
+
+def refuse_sharded(model: nn.Module, processes: Processes) -> None:
+    """Refuse to shard a model that calibrates: it runs parts of itself outside its forward pass."""
+    if processes.sharded and hasattr(model, "calibrate"):
+        raise InputError(
+            f"{type(model).__name__} takes statistics of images before each evaluation, which "
+            "fsdp cannot follow; give --strategy ddp"
+        )
 
 
 def initialise(job: Job) -> None:
