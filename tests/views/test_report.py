@@ -13,7 +13,7 @@ from PIL import Image
 from regard.runs.config import TrainConfig
 from regard.runs.folder import RunFolder
 from regard.runs.train import train
-from regard.views.chart import Line, chart, span, thinned, ticks
+from regard.views.chart import Line, chart, label, span, thinned, ticks
 from regard.views.page import Html, page, picture, safe, table, tag
 from regard.views.report import confusion, write_report
 
@@ -146,6 +146,13 @@ def test_a_line_is_drawn_where_its_values_are():
     # the plot spans x 54..410 and y 10..216 of 420 by 250
     assert points == "54.0,216.0 410.0,10.0"
     assert chart("t", "epoch", [Line("a", [], [])]) == ""
+
+
+def test_numbers_beside_the_axis_are_short():
+    assert [label(v, False) for v in (0.00125, 2.5, 999.4, 1650.0, 123456.7)] == [
+        "0.00125", "2.5", "999", "1,650", "123,457",
+    ]  # fmt: skip
+    assert label(0.9077, True) == "90.77%"
 
 
 def test_chromium_shows_it_on_a_phone_in_the_dark(run, tmp_path):

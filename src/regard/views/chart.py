@@ -104,4 +104,6 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 def label(value: float, percent: bool) -> str:
     """A short number."""
-    return f"{100 * value:.4g}%" if percent else f"{value:.3g}"
+    if percent:
+        return f"{100 * value:.4g}%"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

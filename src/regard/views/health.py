@@ -117,5 +117,6 @@ def cells(
     label = html.escape(f"{measure.title} by layer over training")
     box = f"0 0 {WIDTH} {len(names) * ROW + FOOT}"
     return Html(
-        f'<svg viewBox="{box}" role="img" aria-label="{label}">{joined(map(Html, parts))}</svg>'
+        f'<svg viewBox="{box}" role="img" aria-label="{label}" shape-rendering="crispEdges">'
+        f"{joined(map(Html, parts))}</svg>"
     )
