@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from regard import InputError
-from regard.record import class_relevance, record
+from regard.record import attention_health, class_relevance, record
 
 
 def check(model, *inputs, grid, leading=0, names=None, heads=None):
@@ -172,6 +172,17 @@ def test_diffusers(processor):
     q, k = (f(normed).unflatten(2, (4, 8)).transpose(1, 2) for f in (block.to_q, block.to_k))
     expected = (q.double() @ k.double().mT / 8**0.5).softmax(-1)
     torch.testing.assert_close(seen["Attention"].weights.double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_health_of_diffusers_has_the_gains_of_its_norms():
+    package = pytest.importorskip("diffusers.models.attention_processor")
+    torch.manual_seed(0)
+    block = package.Attention(32, heads=4, dim_head=8, qk_norm="layer_norm")
+    nn.init.constant_(block.norm_k.weight, 2.0)
+    with attention_health(block) as health:
+        block(torch.randn(2, 6, 32))
+    assert health["Attention"]["q_gain"] == pytest.approx(1)
+    assert health["Attention"]["k_gain"] == pytest.approx(2)
 
 
 def test_swin_is_refused_by_name():

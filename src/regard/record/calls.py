@@ -12,7 +12,7 @@ from regard.record.scratch import Scratch
 
 # Bytes of scores in one block, at most: a CPU's cache holds them. A block has at least so many rows
 # of a head, or all of them, so that the product is worth its reading of the keys.
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 2 << 20
 LEAST_ROWS = 64
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from regard.foreign import Spec, recognise
 from regard.record.recorder import Recording, record
 
-# Names under which modules keep the norms of queries and keys, and those a gain.
-NORMS = {"q_gain": "q_norm", "k_gain": "k_norm"}
+# Names under which norms keep a gain.
 GAINS = ("gamma", "weight")
 
 
@@ -48,9 +48,9 @@ def health(seen: Recording, model: nn.Module) -> dict[str, dict[str, float]]:
             "entropy": attention.need("entropy").mean(),
             "largest_logit": attention.need("largest_logit").amax(),
         }
-        module = modules.get(name.partition("#")[0])
-        for key, norm in NORMS.items():
-            gain = None if module is None else norm_gain(getattr(module, norm, None))
+        norms = qk_norms(modules.get(name.partition("#")[0]))
+        for key, norm in zip(("q_gain", "k_gain"), norms, strict=True):
+            gain = norm_gain(norm)
             if gain is not None:
                 numbers[key] = gain
         for key, value in numbers.items():
@@ -61,6 +61,18 @@ def health(seen: Recording, model: nn.Module) -> dict[str, dict[str, float]]:
     for (name, key), number in zip(rows, torch.stack(values).tolist(), strict=True):
         result[name][key] = number
     return result
+
+
+def qk_norms(module: nn.Module | None) -> tuple[nn.Module | None, nn.Module | None]:
+    """The norms of queries and keys: where `foreign` says they are, else q_norm and k_norm."""
+    if module is None:
+        return None, None
+    spec = recognise(module)
+    if isinstance(spec, Spec):
+        paths = (spec.q_norm, spec.k_norm)
+        q, k = (None if path is None else module.get_submodule(path) for path in paths)
+        return q, k
+    return getattr(module, "q_norm", None), getattr(module, "k_norm", None)
 
 
 @torch.no_grad()
