@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 
 import regard
-from benchmarks.common import table
 from regard.deploy.facts import FileFacts
 from regard.deploy.int8 import quantise
 from regard.deploy.predict import PredictOptions, predict
@@ -38,6 +37,16 @@ CLASSES = tuple(f"class {i}" for i in range(10))
 MODELS = {"simple-vit-ti/4": 32, "simple-vit-s/16": 224, "pixel-resnet-nano": 32,
           "pixel-resnet-s": 32}  # fmt: skip
 ROUNDS = 4  # of prediction beside the model alone
+
+
+def show(cells: list[str]) -> None:
+    """A line of a Markdown table, at once."""
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def head(cells: list[str]) -> None:
+    show(cells)
+    show(["---"] * len(cells))
 
 
 def model_of(name: str) -> tuple[torch.nn.Module, Preprocess]:
@@ -71,7 +80,7 @@ def files_of(name: str, folder: Path, int8: bool) -> dict[str, Runner]:
 
 def compare_files(names: list[str], batches: list[int], seconds: float, int8: bool) -> None:
     """Milliseconds a call and the speed over eager torch."""
-    rows = []
+    head(["model", "batch", "eager torch", "ONNX", *["ONNX int8"] * int8])
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             runners = files_of(name, Path(folder), int8)
@@ -84,8 +93,7 @@ def compare_files(names: list[str], batches: list[int], seconds: float, int8: bo
                     cells.append(
                         f"{one.milliseconds:.2f} ms ({one.speedup:.2f} ± {one.error:.2f} ×)"
                     )
-                rows.append([name, str(batch), *cells])
-    print(table(["model", "batch", *runners], rows))
+                show([name, str(batch), *cells])
 
 
 def untrained(name: str, folder: Path) -> Path:
@@ -117,7 +125,7 @@ def compare_prediction(name: str, jpegs: Path, count: int) -> None:
         images = torch.randn(count // ROUNDS, 3, *size)
         options = {"batch_size": 64, "force": True}
         own_speed(predictor, images[:256])
-        rows = []
+        head(["images", f"{name} alone, images/s", "regard predict", "ratio"])
         parts = sorted(chosen.rglob("*.jpg"))
         for turn in range(ROUNDS):
             mine = tuple(str(path) for path in parts[turn::ROUNDS])
@@ -125,13 +133,12 @@ def compare_prediction(name: str, jpegs: Path, count: int) -> None:
             start = time.perf_counter()
             predict(PredictOptions(weights, mine, folder / "out.csv", **options))  # type: ignore[arg-type]
             whole = len(mine) / (time.perf_counter() - start)
-            rows.append([f"{len(mine):,}", f"{alone:.0f}", f"{whole:.0f}", f"{whole / alone:.3f}"])
-    print(table(["images", f"{name} alone, images/s", "regard predict", "ratio"], rows))
+            show([f"{len(mine):,}", f"{alone:.0f}", f"{whole:.0f}", f"{whole / alone:.3f}"])
 
 
 def compare_memory(name: str, jpegs: Path, counts: list[int]) -> None:
     """The most memory that the process of `regard predict` held, for each number of images."""
-    rows = []
+    head(["images", "peak memory", "images/s, start included"])
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         weights = untrained(name, folder)
@@ -150,8 +157,7 @@ def compare_memory(name: str, jpegs: Path, counts: list[int]) -> None:
             assert code_text == "0", done.stderr
             written = sum(1 for _ in out.open()) - 1
             rate = written / (time.perf_counter() - start)
-            rows.append([f"{written:,}", f"{int(kilobytes) / 1e3:.0f} MB", f"{rate:.0f}"])
-    print(table(["images", "peak memory", "images/s, start included"], rows))
+            show([f"{written:,}", f"{int(kilobytes) / 1e3:.0f} MB", f"{rate:.0f}"])
 
 
 def some_of(jpegs: Path, count: int, folder: Path) -> Path:
