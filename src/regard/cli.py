@@ -124,7 +124,7 @@ def look_command(arguments: list[str]) -> int:
     for name, numbers in (result.faithfulness or {}).items():
         said = "  ".join(f"{kind} {value:.4f}" for kind, value in numbers.items())
         print(f"{name:<12}{said}")
-    print(f"pictures    {len(result.pictures)} in {result.page.parent}\npage        {result.page}")
+    print(f"maps        {len(result.pictures)} in {result.page.parent}\npage        {result.page}")
     return 0
 
 

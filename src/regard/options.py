@@ -21,6 +21,7 @@ def parse(
     Fields named in `positional` are given by place, the others as --name value. A field that is
     itself such a dataclass adds its fields.
     """
+    arguments = by_place_first(arguments)
     refuse_unknown(command, arguments, option_names(options))
     shown: Any = described(options, positional)
     parsed = tyro.cli(
@@ -54,7 +55,8 @@ def described(options: type[Any], positional: tuple[str, ...] = ()) -> type[Any]
         if field.name in positional:
             kind = by_place[kind]
         fields.append((field.name, kind, default))
-    namespace = {"__doc__": options.__doc__}
+    # Values are checked when the dataclass itself is built, and refused in its own words.
+    namespace = {"__doc__": options.__doc__, "__post_init__": lambda self: None}
     return dataclasses.make_dataclass(
         options.__name__, fields, bases=(options,), frozen=True, namespace=namespace
     )
@@ -85,6 +87,17 @@ def option_names(options: type[Any]) -> list[str]:
     return names
 
 
+def by_place_first(arguments: list[str]) -> list[str]:
+    """What follows a bare -- before the first option, as what is given by place."""
+    if "--" not in arguments:
+        return arguments
+    at = arguments.index("--")
+    before, after = arguments[:at], arguments[at + 1 :]
+    names = [f"./{name}" if name.startswith("-") else name for name in after]
+    first = next((i for i, argument in enumerate(before) if argument.startswith("-")), at)
+    return before[:first] + names + before[first:]
+
+
 def refuse_unknown(command: str, arguments: list[str], names: Iterable[str]) -> None:
     """Refuse an option that the command does not have, with the nearest that it has."""
     known = ["--help", *("--" + name.replace("_", "-") for name in names)]
@@ -93,7 +106,7 @@ def refuse_unknown(command: str, arguments: list[str], names: Iterable[str]) -> 
         if argument.startswith("--") and option not in known:
             raise InputError(
                 f"{command} has no option {option}; {nearest(option, known)} "
-                f"(regard {command} --help lists all)"
+                f"(regard {command} --help lists all; a file of that name is ./{argument})"
             )
 
 

@@ -61,6 +61,31 @@ def test_help_is_the_docstrings(capsys):
     assert "--no-resume" not in text
 
 
+def test_what_follows_a_bare_dash_dash_is_given_by_place():
+    line = ["--lr", "0.5", "--", "--help.jpg"]
+    assert parse(Options, "train", line, ("data",)) == Options("./--help.jpg", 0.5)
+    with pytest.raises(InputError, match=r"a file of that name is \./--help\.jpg\)"):
+        parse(Options, "train", ["--help.jpg"], ("data",))
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Holds a value to be checked."""
+
+    lr: float = 1.0
+    """Learning rate."""
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise InputError(f"lr is {self.lr}; give more")
+
+
+def test_a_value_is_refused_in_the_words_of_its_dataclass():
+    assert parse(Checked, "train", ["--lr", "2"], ()) == Checked(2.0)
+    with pytest.raises(InputError, match=r"^lr is 0\.0; give more$"):
+        parse(Checked, "train", ["--lr", "0"], ())
+
+
 def test_an_unknown_option_is_refused_with_the_nearest():
     with pytest.raises(InputError, match=r"train has no option --sise; nearest: --size.*--help"):
         parse(Options, "train", ["digits", "--sise", "3"], ("data",))

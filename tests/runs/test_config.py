@@ -49,6 +49,11 @@ def test_a_microbatch_divides_the_batch():
         recipe(batch_size=64, microbatch=48)
 
 
+def test_a_batch_larger_than_the_data_is_refused():
+    with pytest.raises(InputError, match="batch_size is 100000, and digits has 1618 training im"):
+        recipe(batch_size=100_000)
+
+
 def test_muon_is_not_sharded():
     with pytest.raises(InputError, match="muon orthogonalises whole matrices, which fsdp spreads"):
         recipe(optimizer="muon", strategy="fsdp")
@@ -60,7 +65,10 @@ def test_what_is_given_beats_the_preset_and_the_rest_is_its():
     preset = PRESETS["digits"].values
     assert (got.preset, got.model, got.clip) == ("digits", preset["model"], COMMON["clip"])
     assert got.weight_decay == preset["weight_decay"]
-    assert notes == ["preset digits, for this data (give --preset to choose another)"]
+    assert notes == [
+        "preset digits, for this data (give --preset to choose another)",
+        "7 steps of 64 images",
+    ]
 
 
 def test_epochs_become_steps_rounded_up():
@@ -109,7 +117,7 @@ def test_every_preset_makes_a_recipe():
 
 
 def test_an_unknown_preset_names_the_nearest():
-    with pytest.raises(InputError, match=r"there is no preset 'digit'; nearest: digits"):
+    with pytest.raises(InputError, match=r"there is no preset 'digit'; give one of digits, small-"):
         recipe(preset="digit")
 
 

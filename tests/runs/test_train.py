@@ -25,6 +25,7 @@ from regard.runs import loop
 from regard.runs.config import TrainConfig
 from regard.runs.evaluate import evaluate
 from regard.runs.folder import RunFolder, RunStopped
+from regard.runs.reporter import Reporter
 from regard.runs.setup import inverse_frequency, refuse_sharded
 from regard.runs.stop import Interrupted
 from regard.runs.train import train
@@ -179,6 +180,26 @@ def test_a_folder_is_not_trained_into_twice(finished, tmp_path):
         train(tiny_config(tmp_path / "none", resume=True), say=quiet)
     with pytest.raises(InputError, match="--resume needs --out"):
         train(TrainConfig("digits", resume=True), say=quiet)
+
+
+def test_a_refused_run_leaves_nothing_behind(tmp_path):
+    for name in ("one", "two"):
+        with pytest.raises(InputError, match="there is no model 'simple-vit-nino/4'"):
+            train(tiny_config(tmp_path / "runs" / name, model="simple-vit-nino/4"), say=quiet)
+        assert (tmp_path / "runs").exists() == (name == "two")
+        (tmp_path / "runs" / "other").mkdir(parents=True, exist_ok=True)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["other"]
+
+
+def test_without_a_bar_a_line_says_how_far_it_is(monkeypatch):
+    lines, now = [], [100.0]
+    monkeypatch.setattr("regard.runs.reporter.time.monotonic", lambda: now[0])
+    reporter = Reporter(say=lines.append)
+    reporter.start(10, 40)
+    for done, at in ((11, 130.0), (15, 170.0), (16, 200.0)):
+        now[0] = at
+        reporter.step(done, {"loss": 1.25})
+    assert lines == ["step 15 of 40: loss 1.25, 5.8 minutes left"]  # 70 s for 5 of 30 steps
 
 
 def test_runs_without_a_name_take_the_next_free_number(tmp_path, monkeypatch):

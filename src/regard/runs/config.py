@@ -21,7 +21,7 @@ class TrainConfig:
     """Train a classifier. What is not given is chosen by a preset, which is said aloud."""
 
     data: str
-    """Images to train on: a folder of class folders, a manifest, a zip, or "digits"."""
+    """Training images: class folders, a zip of them, a manifest, hf:NAME, stream:NAME, digits."""
     model: str | None = None
     """Model name, such as simple-vit-s/16."""
     out: Path | None = None
@@ -29,7 +29,7 @@ class TrainConfig:
     resume: bool = False
     """Go on with the run in --out from its last checkpoint, to the same bits."""
     preset: str | None = None
-    """A named recipe for all that is not given."""
+    """A recipe for all that is not given: digits, small-images, small or imagenet."""
     epochs: float | None = None
     """Passes over the training images."""
     steps: int | None = None

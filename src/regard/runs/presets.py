@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from regard.errors import InputError, nearest
+from regard.errors import InputError
 from regard.images import Augment, Data
 
 MANY = 100_000  # images from which a plain ViT learns well by the recipe made for a million
@@ -128,7 +128,7 @@ def choose_preset(data: Data, name: str | None, model: str | None) -> tuple[str,
     if name is None:
         name = preset_for(data, model)
     if name not in PRESETS:
-        raise InputError(f"there is no preset {name!r}; {nearest(name, PRESETS)}")
+        raise InputError(f"there is no preset {name!r}; give one of {', '.join(PRESETS)}")
     return name, PRESETS[name]
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from regard.errors import MissingExtraError
 
+SILENCE = 60  # seconds after which a line says how far it is, where there is no bar
+
 
 class Reporter:
     """Speaks for the main process; on the others, and with `quiet`, it is silent.
@@ -20,6 +22,7 @@ class Reporter:
         self._task: Any = None
         self._total = 0
         self._start = (0.0, 0)
+        self._spoken = 0.0
 
     def say(self, line: str) -> None:
         """One line for people."""
@@ -35,6 +38,7 @@ class Reporter:
     def start(self, done: int, total: int) -> None:
         """Show the bar, with `done` of `total` steps behind."""
         self._total, self._start = total, (time.monotonic(), done)
+        self._spoken = time.monotonic()
         if self.quiet or self._say is not None:
             return
         try:
@@ -57,13 +61,16 @@ class Reporter:
 
     def step(self, done: int, numbers: dict[str, float]) -> None:
         """Move the bar; `numbers` are shown beside it."""
+        words = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
         if self._bar is not None:
-            words = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
             self._bar.update(self._task, completed=done, numbers=words)
+        elif time.monotonic() - self._spoken > SILENCE:
+            self.milestone(done, words)
 
     def milestone(self, done: int, words: str) -> None:
         """A line with the time left, where there is no bar to show it."""
         if self._bar is None:
+            self._spoken = time.monotonic()
             since, first = self._start
             left = (time.monotonic() - since) / max(done - first, 1) * (self._total - done)
             self.say(f"step {done} of {self._total}: {words}, {left / 60:.1f} minutes left")

@@ -52,12 +52,19 @@ def new_recipe(
     images = len(data.splits["train"])
     values["batch_size"] = min(values["batch_size"], largest_batch(images, world))
     if config.batch_size is not None:
+        if config.batch_size > images:
+            raise InputError(
+                f"batch_size is {config.batch_size}, and {data.name} has {images} training images; "
+                "give at most that"
+            )
         values["batch_size"] = config.batch_size
     values.setdefault("microbatch", max(1, values["batch_size"] // world))
     epochs = values.pop("epochs", preset.values["epochs"])
     if config.steps is None and config.minutes is None:
         values["epochs"] = epochs
     values["steps"] = config.steps or steps_of(epochs, images, values["batch_size"])
+    if config.minutes is None:
+        notes.append(f"{values['steps']} steps of {values['batch_size']} images")
     return Recipe(**values), notes
 
 

@@ -2,7 +2,8 @@
 
 import contextlib
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def train(config: TrainConfig, say: Callable[[str], None] | None = None) -> Trai
         folder = RunFolder(processes.of_main(fresh))
     with contextlib.ExitStack() as stack:
         if processes.main:
+            stack.enter_context(gone_unless_begun(folder))
             stack.enter_context(folder.lock())
             if not config.resume and folder.config_file.exists():
                 raise InputError(f"{folder} was begun by another training; give another --out")
@@ -76,12 +78,31 @@ def train(config: TrainConfig, say: Callable[[str], None] | None = None) -> Trai
         return finish(job)
 
 
+@contextlib.contextmanager
+def gone_unless_begun(folder: RunFolder) -> Iterator[None]:
+    """Leave no folder behind where a run is refused before it has begun."""
+    made = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        if folder.path in made and not folder.config_file.exists():
+            shutil.rmtree(folder.path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another run may be in one of them by now
+                for parent in made[1:]:
+                    parent.rmdir()
+        raise
+
+
 def finish(job: Job) -> TrainResult:
     """Measure the weights that are kept on the held-out images and write what was found."""
     state, folder = job.state, job.folder
     best = state.progress.best_step
     seconds = state.progress.seconds
     if not state.ema and best != state.progress.step:
+        job.reporter.say(
+            f"the weights of step {best} are kept: they were the best on the val images, "
+            "which flatters them a little there"
+        )
         load_checkpoint(folder.checkpoint(best), state)
     with state.evaluated_weights():
         found = predict_split(
