@@ -7,9 +7,9 @@ The loop is that of `regard train`: batches read from decoded pictures in memory
 the preset says, gradients clipped, the EMA where asked, metrics logged, checkpoints written. The
 bare step is forward, cross-entropy, backward and the same optimizer on tensors that are there
 already. Both are taken in turn, a step of one after a step of the other, so that a busy moment
-hits them alike; the speed is the median of the ratios of neighbours. Beside them stand what happens outside a step: making a
-batch, a checkpoint (the extra time of a step that starts writing one, and how long it goes on
-beside training), and measuring the attention's health.
+hits them alike; the speed is the median of the ratios of neighbours. Beside it stands what happens
+outside a step: making a batch, a checkpoint (the extra time of a step that starts writing one),
+and measuring the attention's health.
 """
 
 import argparse
