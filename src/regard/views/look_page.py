@@ -84,8 +84,11 @@ def look_page(
 def stages(look: Look) -> Html:
     """The original beside the overlay; each can be pointed at."""
     image = picture(fitted(look.picture.original, SIDE), look.picture.name)
+    height, width = look.picture.original.shape[-2:]
     stage: dict[str, Any] = {
         "class_": "stage",
+        # As wide as there is room for, but never taller than three quarters of the screen.
+        "style": f"width: min(100%, {75 * width / height:.4g}vh)",
         "tabindex": 0,
         "role": "application",  # arrow keys are for the page, not for a screen reader
         "aria_label": "Point at a place, or move it with the arrow keys",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from regard.errors import RegardError
-from regard.files import write_text
+from regard.files import read_metadata, write_text
 from regard.images import Split, UnreadableImage
 from regard.runs.config import RunConfig
 from regard.runs.folder import RunFolder
@@ -44,18 +44,27 @@ def report(folder: RunFolder) -> str:
     return page(
         title,
         tag("h1", title),
-        tag("p", f"Run {folder.path.name}, measured on the {found['split']} split", class_="soft"),
+        tag("p", measured(folder, config, found["split"]), class_="soft"),
         headline(found, lines),
-        *(tag("p", note, class_="soft") for note in config.notes),
         section("Learning", curves(lines, config.recipe.label_smoothing)),
         attention_section(lines),
         section("Confusion", confusion(found["confusion"], config.classes)),
         section("By class", per_class(found["per_class"])),
         *pictures(folder, config),
         *troubles(found, lines),
+        section("Said at the start", tag("ul", *(tag("li", note) for note in config.notes))),
         section("Recipe", facts(recipe_facts(config))),
         section("Ran on", facts(environment_facts(folder.environment()))),
     )
+
+
+def measured(folder: RunFolder, config: RunConfig, split: str) -> str:
+    """What the page's numbers are of: which weights, which images."""
+    step, recipe = int(read_metadata(folder.weights_file)["step"]), config.recipe
+    words = f"Run {folder.path.name}, measured on the {split} split with the weights of step {step}"
+    if step == recipe.steps:
+        return f"{words}, the last"
+    return f"{words} of {recipe.steps}, the best on the val split"
 
 
 def headline(found: dict[str, Any], lines: Sequence[dict[str, Any]]) -> Html:

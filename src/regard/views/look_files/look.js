@@ -118,7 +118,8 @@
     let text = "";
     if (state.view === "from") {
       text = `From ${word(at)} of ${h} × ${w}: ${layer}, ${heads}, looks most at ${word(place)} ` +
-        `(${share(map.values[peak])} of its attention).`;
+        `(${share(map.values[peak])} of its attention; evenly spread, each place would have ` +
+        `${share(total / (h * w))}).`;
       if (total < 0.995) text += ` ${share(1 - total)} goes to tokens that are no place.`;
     } else if (state.view === "received") {
       text = `${layer}, ${heads}: ${word(place)} of ${h} × ${w} receives most, ` +
@@ -147,8 +148,9 @@
     const rows = layers.length, ratio = window.devicePixelRatio || 1;
     const label = 34, gap = 3, columns = 1 + most;
     const width = $("many").clientWidth;
-    const tile = Math.max(10, Math.min(72, Math.floor((width - label) / columns) - gap));
-    const tall = Math.round(tile * (bottom - top) / (right - left));
+    const slope = (bottom - top) / (right - left), room = (width - label) / columns - gap;
+    const tile = Math.max(10, Math.floor(Math.min(72, 72 / slope, room)));
+    const tall = Math.round(tile * slope);
     const w = label + columns * (tile + gap), h = 20 + rows * (tall + gap);
     canvas.width = w * ratio;
     canvas.height = h * ratio;
