@@ -425,6 +425,12 @@ def test_a_scripted_model_is_refused():
         accelerate(torch.jit.script(nn.Linear(2, 2)))
 
 
+@pytest.mark.parametrize("change", [accelerate, restore])
+def test_what_is_no_module_is_refused(change):
+    with pytest.raises(InputError, match="the model is a dict; give a torch.nn.Module"):
+        change(dict(nn.Linear(2, 2).state_dict()))
+
+
 def test_large_examples_are_tried_on_a_corner():
     spec = recognise(peers.AttnBlock(C))
     assert trial.corner(torch.zeros(1, 2, 200, 100), spec).shape == (1, 2, 64, 64)

@@ -85,8 +85,10 @@ def accelerate(model: Model, example: Any = None) -> tuple[Model, Report]:
     noise, a 16×16 map or 256 tokens. `restore` undoes everything.
 
     Raises:
-        InputError: the model is compiled to TorchScript, or does not run on the example.
+        InputError: the model is no module, is compiled to TorchScript, or does not run on the
+            example.
     """
+    check_module(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise InputError(
             "a TorchScript model cannot be changed; accelerate the one it was made from"
@@ -128,6 +130,7 @@ def entry(name: str, spec: Spec, trial: Trial) -> Swapped:
 
 def restore(model: Model) -> Model:
     """Undo `accelerate`: every class and processor is the one it was. Returns the model."""
+    check_module(model)
     for module in model.modules():
         if isinstance(module, Accelerated):
             del module.__dict__["regard_spec"], module.__dict__["regard_fold"]
@@ -135,6 +138,15 @@ def restore(model: Model) -> Model:
         elif isinstance(getattr(module, "processor", None), RegardProcessor):
             module.set_processor(module.processor.original)  # type: ignore[operator, union-attr]
     return model
+
+
+def check_module(model: object) -> None:
+    """Refuse what has no modules to change, such as a state dict or a pipeline."""
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"the model is a {type(model).__name__}; give a torch.nn.Module, such as the unet or "
+            "vae of a pipeline"
+        )
 
 
 def attentions(model: nn.Module) -> Iterator[tuple[str, nn.Module, Spec | Left]]:
