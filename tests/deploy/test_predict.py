@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 import zlib
 from pathlib import Path
@@ -85,6 +86,19 @@ def test_inputs_of_every_kind(vit_run, pictures, tmp_path):
     assert names[1807:] == sorted(p for p in pictures if "bmp" in p and "00" not in p)
     errors = {row["path"]: row["error"] for row in rows_of(out) if row["error"]}
     assert errors == {str(tmp_path / "absent.png"): "No such file or directory"}
+
+
+def test_shards_without_labels_are_named_too(vit_run, pictures, tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("REGARD_CACHE", str(tmp_path / "cache"))
+    with tarfile.open(tmp_path / "shots.tar", "w") as tar:
+        for path in pictures:
+            tar.add(path, Path(path).name)
+    out = tmp_path / "out.csv"
+    predict(PredictOptions(vit_run, (f"stream:{tmp_path / 'shots.tar'}",), out))
+    wanted = load(vit_run).predict(list(pictures))
+    for i, (row, label) in enumerate(zip(rows_of(out), wanted.labels, strict=True)):
+        assert (row["path"], row["class"]) == (f"shots.tar/{i}", label)
 
 
 def test_names_that_a_spreadsheet_would_run(vit_run, tmp_path, monkeypatch):

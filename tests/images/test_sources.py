@@ -248,6 +248,33 @@ def test_a_folder_that_cannot_be_listed_is_refused(make_folder, monkeypatch):
         open_data(root)
 
 
+def test_what_is_no_file_or_huge_is_unreadable_and_not_read(make_folder):
+    root = make_folder(a=2, b=2)
+    os.mkfifo(root / "a/pipe.png")  # to open it would wait for a writer without end
+    (root / "a/zero.png").symlink_to("/dev/zero")
+    (root / "a/gone.png").symlink_to(root / "nowhere")
+    (root / "a/folder.png").mkdir()
+    with open(root / "b/huge.png", "wb") as file:
+        file.truncate((2 << 30) + 1)
+    reasons = {}
+    data = open_data(root)
+    for split in data.splits.values():
+        for i in range(len(split)):
+            try:
+                split.read(i)
+            except UnreadableImage as error:
+                reasons[error.name] = error.reason
+    assert reasons == {
+        "a/gone.png": "No such file or directory",
+        "a/pipe.png": "it is a pipe or a device, not a file",
+        "a/zero.png": "it is a pipe or a device, not a file",
+        "b/huge.png": "its 2,147,483,649 bytes are over the limit of 2,147,483,648",
+    }
+    (root / "a/self.png").symlink_to(root / "a/self.png")
+    with pytest.raises(InputError, match=r"self\.png cannot be followed \(Too many levels"):
+        open_data(root)
+
+
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_bad_fractions_are_refused(make_folder, fraction):
     with pytest.raises(InputError, match="it must lie between 0 and 1"):
@@ -267,7 +294,7 @@ def test_what_is_no_data_is_refused(tmp_path):
 
 def write_rows(path, rows):
     with open(path, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows(rows)
+        csv.writer(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",").writerows(rows)
 
 
 def write_parquet(path, rows):
@@ -278,13 +305,13 @@ def write_parquet(path, rows):
     parquet.write_table(table, path)
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".parquet"])
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".parquet", ".TSV", ".Parquet"])
 def test_manifests_list_path_label_and_split(make_folder, suffix):
     root = make_folder(x=6)
     rows = [["split", "path", "label", "by"]]
     rows += [["dev" if i > 3 else "train", f"x/0{i}.png", "ab"[i % 2], "me"] for i in range(6)]
     path = root / f"list{suffix}"
-    (write_parquet if suffix == ".parquet" else write_rows)(path, rows)
+    (write_parquet if suffix.lower() == ".parquet" else write_rows)(path, rows)
     data = open_data(path)
     assert names(data.splits["train"]) == [f"x/0{i}.png" for i in range(4)]
     assert data.splits["val"].labels.tolist() == [0, 1]

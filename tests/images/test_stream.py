@@ -23,6 +23,7 @@ from regard.images import (
     pixel_statistics,
     remember,
 )
+from regard.images import remote as remote_module
 from regard.images import shards as shards_module
 from regard.images import stream as stream_module
 from regard.images.blockcache import BlockCache
@@ -178,12 +179,17 @@ def test_no_more_lies_on_the_disk_than_the_budget(tmp_path, monkeypatch):
         "fetch",
         lambda self, block: fetched.append(block) or fetch(self, block),
     )
+    stale, fresh = (source.cache.folder / f".{n}.block.x.part" for n in "ab")
+    source.cache.folder.mkdir()
+    for part in (stale, fresh):
+        part.write_bytes(b"cut short")
+    os.utime(stale, (0, 0))
     for step in range(10):
         batches.at(step)
         assert source.cache.used() <= whole // 3
     assert len(fetched) == len(set(fetched)) == 16  # an epoch of 80 reads each block once
     assert values_of(data.splits["train"]) == wanted
-    assert len(list((tmp_path / "small").glob("*.part"))) == 0
+    assert list((tmp_path / "small").glob(".*.part")) == [fresh]
 
 
 def test_whole_blocks_are_held_out_where_no_split_is_given(tmp_path):
@@ -278,7 +284,7 @@ def test_shards_behind_a_url_are_read_a_block_at_a_time(tmp_path, monkeypatch):
     write_tar(tmp_path / "a.tar", range(20))
     system = fsspec.filesystem("memory")
     monkeypatch.setattr(shards_module, "_TAR_BLOCK", 10_000)
-    monkeypatch.setattr(shards_module.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(remote_module.time, "sleep", lambda seconds: None)
     plain, calls = shards_module.open_url, itertools.count()
 
     def fails_often(url):

@@ -133,7 +133,7 @@ def is_picture(path: str) -> bool:
 
 def listed_in(manifest: Path) -> Iterator[str]:
     """The column path of a manifest; paths are relative to its folder."""
-    rows = parquet_paths(manifest) if manifest.suffix == ".parquet" else csv_paths(manifest)
+    rows = parquet_paths(manifest) if manifest.suffix.lower() == ".parquet" else csv_paths(manifest)
     for number, path in enumerate(rows, start=1):
         if not path:
             raise InputError(f"{manifest} has no path in its picture {number}; fill it in")
@@ -144,7 +144,9 @@ def csv_paths(manifest: Path) -> Iterator[str]:
     """The column path of a CSV or TSV file."""
     try:
         with open(manifest, newline="", encoding="utf-8-sig") as file:
-            rows = csv.DictReader(file, delimiter="\t" if manifest.suffix == ".tsv" else ",")
+            rows = csv.DictReader(
+                file, delimiter="\t" if manifest.suffix.lower() == ".tsv" else ","
+            )
             check_column(manifest, list(rows.fieldnames or []))
             yield from ((row["path"] or "").strip() for row in rows)
     except (UnicodeDecodeError, csv.Error) as error:

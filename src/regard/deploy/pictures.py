@@ -11,6 +11,7 @@ from torch import Tensor
 from regard.errors import InputError
 from regard.images import UnreadableImage, decode, to_channels
 from regard.images.decode import from_pillow
+from regard.images.folder import read_file
 
 FORMS = (
     "a path, the bytes of a picture file, a PIL image, a uint8 array (h, w), (h, w, c) or "
@@ -26,7 +27,7 @@ def each_picture(images: Any, channels: int) -> Iterator[Tensor]:
     holds no pictures.
     """
     if isinstance(images, (str, Path)):
-        yield read_file(Path(images), channels)
+        yield read_picture(Path(images), channels)
     elif isinstance(images, (bytes, bytearray, memoryview)):
         yield decode(bytes(images), channels)
     elif isinstance(images, Tensor):
@@ -46,10 +47,10 @@ def each_picture(images: Any, channels: int) -> Iterator[Tensor]:
         raise InputError(f"a {type(images).__name__} holds no pictures; give {FORMS}")
 
 
-def read_file(path: Path, channels: int) -> Tensor:
+def read_picture(path: Path, channels: int) -> Tensor:
     """A picture file."""
     try:
-        raw = path.read_bytes()
+        raw = read_file(path)
     except OSError as error:
         raise UnreadableImage(str(path), error.strerror or str(error)) from None
     return decode(raw, channels, str(path))

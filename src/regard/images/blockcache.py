@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from regard.files import atomic_write
 
 _SUFFIX = ".block"
 _LOCKS = 64
+_ABANDONED = 3600.0  # seconds after which nobody writes on
 
 # A picture's bytes, or the reason why there are none.
 Row = bytes | str
@@ -68,6 +70,10 @@ class BlockCache:
             if path != newest:
                 path.unlink(missing_ok=True)  # who reads it now reads on
                 over -= status.st_size
+        for path in self.folder.glob(f".*{_SUFFIX}.*.part"):  # of processes that were killed
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _ABANDONED:
+                    path.unlink()
 
     def _blocks(self) -> list[tuple[Path, os.stat_result]]:
         found = []

@@ -1,6 +1,7 @@
 """Class folders: train/ val/ [test/] of them, or class folders alone; on disk or in a zip."""
 
 import os
+import stat
 import threading
 import zipfile
 from collections import Counter
@@ -24,6 +25,25 @@ PICTURE_SUFFIXES = frozenset(
 )
 
 
+# A file with more is not read: what decodes to as many pixels as are allowed is smaller.
+MOST_BYTES = 2 << 30
+
+
+def read_file(path: str | Path) -> bytes:
+    """A file's bytes; `OSError` for pipes and devices, which may never end, and for the huge."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise OSError("it is a pipe or a device, not a file")
+    _check_bytes(status.st_size)
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _check_bytes(size: int) -> None:
+    if size > MOST_BYTES:
+        raise OSError(f"its {size:,} bytes are over the limit of {MOST_BYTES:,}")
+
+
 class FileSource(Source):
     """Files on disk. `paths` are relative to `root`, or absolute."""
 
@@ -36,8 +56,7 @@ class FileSource(Source):
         return readable_path(self.paths[item])
 
     def raw(self, item: int) -> bytes:
-        with open(self.root / self.paths[item], "rb") as file:
-            return file.read()
+        return read_file(self.root / self.paths[item])
 
     def stamp(self, item: int) -> str:
         status = os.stat(self.root / self.paths[item])
@@ -67,6 +86,7 @@ class ZipSource(Source):
         with self._lock:
             if self._opened is None:
                 self._opened = zipfile.ZipFile(self.archive)
+        _check_bytes(self.members[item].file_size)
         try:
             return self._opened.read(self.members[item])
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:

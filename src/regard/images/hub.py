@@ -5,6 +5,7 @@ from typing import Any
 
 from regard.errors import InputError, MissingExtraError
 from regard.images.data import Source
+from regard.images.folder import read_file
 from regard.images.splits import ALIASES, Listing
 
 BUILDERS = {".parquet": "parquet", ".arrow": "arrow", ".tar": "webdataset"}
@@ -36,8 +37,7 @@ class HubSource(Source):
             raise OSError("the row holds no picture")
         if stored["bytes"] is not None:
             return bytes(stored["bytes"])
-        with open(stored["path"], "rb") as file:
-            return file.read()
+        return read_file(stored["path"])
 
     def stamp(self, item: int) -> str:
         _, table, row = self._locate(item)

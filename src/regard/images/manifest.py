@@ -71,13 +71,15 @@ def _split(path: Path, row: Row) -> str:
 
 
 def _rows(path: Path, notes: list[str]) -> Iterator[Row]:
-    return _parquet_rows(path, notes) if path.suffix == ".parquet" else _csv_rows(path, notes)
+    return (
+        _parquet_rows(path, notes) if path.suffix.lower() == ".parquet" else _csv_rows(path, notes)
+    )
 
 
 def _csv_rows(path: Path, notes: list[str]) -> Iterator[Row]:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+            reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
             _check_columns(path, list(reader.fieldnames or []), notes)
             for row in reader:
                 values = [(row.get(column) or "").strip() for column in _COLUMNS]

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import tarfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from regard.errors import InputError, RegardError
+from regard.errors import InputError
 from regard.files import write_text
 from regard.images.blockcache import Row
-from regard.images.folder import PICTURE_SUFFIXES
+from regard.images.folder import MOST_BYTES, PICTURE_SUFFIXES
+from regard.images.remote import is_remote, open_url, patiently, stamp_of
 
 KINDS = (".parquet", ".tar")
 _TAR_BLOCK = 16 << 20  # bytes of neighbours in a tar that are read together
-_TRIES = 5
+_LONGEST_NAME = 4096  # bytes of a class
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,10 +137,15 @@ def list_tar(url: str, stamp: str) -> Shard:
                         f"{url} has several pictures for {name} ({', '.join(pictures)}); keep one"
                     )
                 member = ends[pictures[0]]
+                if member.size > MOST_BYTES:
+                    raise InputError(
+                        f"{member.name} in {url} has {member.size:,} bytes, over the limit of "
+                        f"{MOST_BYTES:,}; leave it out"
+                    )
                 spans.append((member.offset_data, member.size))
                 said = ends.get("cls") or ends.get("label")
                 body = tar.extractfile(said) if said is not None else None
-                labels.append(None if body is None else class_name(body.read()))
+                labels.append(None if body is None else class_name(body.read(_LONGEST_NAME)))
     except (tarfile.TarError, EOFError) as error:
         raise InputError(f"{url} is not a whole tar file ({error})") from None
     counts, sizes = runs_of(spans)
@@ -189,50 +194,6 @@ def remembered(cache: Path, url: str, how: str, make: Callable[[str], Shard]) ->
         cache.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(shard.__dict__))
         return shard
-
-
-def patiently(read: Callable[[], Any], url: str) -> Any:
-    """read(), again after a pause where a network fails; `RegardError` where it does not help."""
-    for trial in range(_TRIES):
-        try:
-            return read()
-        except (RegardError, InputError):
-            raise
-        except Exception as error:  # file systems raise their own libraries' errors
-            last = trial == _TRIES - 1 or not is_remote(url) or isinstance(error, FileNotFoundError)
-            if last:
-                raise RegardError(
-                    f"{url} cannot be read ({type(error).__name__}: {error}); bring it back, and "
-                    "the same command goes on"
-                ) from error
-            time.sleep(2.0**trial)
-    raise AssertionError
-
-
-def is_remote(url: str) -> bool:
-    """Whether a shard lies behind a URL rather than on a disk."""
-    return "://" in url and not url.startswith("file://")
-
-
-def open_url(url: str) -> Any:
-    """A shard open for reading, on a disk or behind a URL."""
-    if not is_remote(url):
-        return open(url.removeprefix("file://"), "rb")
-    from fsspec.core import url_to_fs
-
-    system, path = url_to_fs(url)
-    return system.open(path, "rb")
-
-
-def stamp_of(url: str) -> str:
-    """Changes whenever the file does."""
-    if not is_remote(url):
-        status = os.stat(url.removeprefix("file://"))
-        return f"{status.st_size}:{status.st_mtime_ns}"
-    from fsspec.core import url_to_fs
-
-    system, path = url_to_fs(url)
-    return str(system.ukey(path))
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,6 +8,7 @@ number of workers and processes, with the same bits.
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,17 @@ from regard.images.data import Source
 from regard.images.hub import BUILDERS, columns_of, explained, picture_column
 from regard.images.keys import windowed
 from regard.images.memory import in_bytes
+from regard.images.remote import is_remote, patiently, stamp_of
 from regard.images.scan import cache_folder
 from regard.images.shards import (
     KINDS,
     Shard,
     block_starts,
     footer,
-    is_remote,
     list_parquet,
     list_tar,
-    patiently,
     relative_names,
     remembered,
-    stamp_of,
 )
 from regard.images.splits import ALIASES, Listing
 
@@ -174,7 +173,8 @@ def _open(
         shards = list(pool.map(listed, [url for _, url in files]))
     budget = BlockCache(cache / "blocks", _budget())
     names = relative_names([url for _, url in files])
-    source = StreamSource(shards, names, channels, budget)
+    bare = [replace(shard, labels=[]) for shard in shards]  # which go to every worker
+    source = StreamSource(bare, names, channels, budget)
     if source.in_use() > budget.budget:
         raise InputError(
             f"stream:{name} has about {in_bytes(source.in_use())} in use at a time, more than the "
