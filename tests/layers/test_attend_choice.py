@@ -13,17 +13,24 @@ from regard.layers.attend_kernels import blocked_forward, blocks
 
 def problem(**changes):
     usual = {"device": "cpu", "dtype": torch.float32, "heads": 8, "n": 1024, "m": 1024}
-    return Problem(**usual | {"d": 64, "e": 64, "grad": False, "rounded": False} | changes)
+    usual |= {"d": 64, "e": 64, "grad": False, "rounded": False, "bf16_products": False}
+    return Problem(**usual | changes)
 
 
 RULE = [
     ({}, "sdpa"),
     ({"grad": True}, "sdpa"),
-    ({"n": 64, "m": 64}, "blocked"),
+    ({"n": 64, "m": 64}, "sdpa"),
     ({"n": 64, "m": 64, "grad": True}, "plain"),
-    ({"n": 196, "m": 196}, "sdpa"),
-    ({"n": 256, "m": 256, "d": 512, "e": 512}, "blocked"),
     ({"n": 64, "m": 64, "grad": True, "heads": 10_000}, "sdpa"),
+    ({"n": 196, "m": 196, "grad": True, "heads": 6}, "plain"),
+    ({"n": 196, "m": 196, "grad": True, "heads": 48}, "sdpa"),
+    ({"heads": 1, "d": 512, "e": 512}, "sdpa"),
+    ({"heads": 1, "d": 512, "e": 512, "grad": True}, "plain"),
+    ({"heads": 2, "d": 512, "e": 512, "grad": True}, "plain"),
+    ({"heads": 3, "d": 512, "e": 512, "grad": True}, "sdpa"),
+    ({"heads": 1, "grad": True}, "plain"),
+    ({"heads": 2, "grad": True}, "sdpa"),
     ({"e": 32}, "blocked"),
     ({"n": 0}, "plain"),
     ({"heads": 0}, "plain"),
@@ -35,8 +42,7 @@ RULE = [
 
 
 @pytest.mark.parametrize(("changes", "kernel"), RULE)
-def test_the_rule(monkeypatch, changes, kernel):
-    monkeypatch.setattr(hardware, "BF16_PRODUCTS", False)
+def test_the_rule(changes, kernel):
     assert choose(problem(**changes)).kernel == kernel
 
 
@@ -53,9 +59,9 @@ BF16_RULE = [
 
 
 @pytest.mark.parametrize(("changes", "kernel"), BF16_RULE)
-def test_the_rule_with_bf16_instructions(monkeypatch, changes, kernel):
-    monkeypatch.setattr(hardware, "BF16_PRODUCTS", True)
-    assert choose(problem(dtype=torch.bfloat16, **changes)).kernel == kernel
+def test_the_rule_with_bf16_instructions(changes, kernel):
+    changes = {"dtype": torch.bfloat16, "bf16_products": True} | changes
+    assert choose(problem(**changes)).kernel == kernel
 
 
 def test_attention_kernel_forces_and_restores():

@@ -7,16 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from regard.errors import InputError
-from regard.layers.attend_choice import (
-    Choice,
-    Problem,
-    block_bytes,
-    check_kernel,
-    check_score_dtype,
-    choose,
-    may_round,
-)
+from regard.layers.attend_choice import Choice, Problem, block_bytes
 from regard.layers.attend_function import (
     EagerKernelAttention,
     KernelAttention,
@@ -24,6 +15,7 @@ from regard.layers.attend_function import (
     native,
 )
 from regard.layers.attend_kernels import plain
+from regard.layers.attend_plan import plan
 from regard.layers.observe import observers
 
 # Told of every choice while `explain` listens.
@@ -77,26 +69,20 @@ def attend(
     if observers:
         options = {"scale": scale, "score_dtype": score_dtype, "kernel": kernel}
         return observers[-1](q, k, v, options)
-    check_operands(q, k, v)
-    check_kernel(kernel)
-    q, k, v = autocast(q, k, v)
-    check_dtypes(q, k, v, score_dtype)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    leading = leading_shape(q, k, v)
-    q = four_dimensions(q, leading)
-    k = four_dimensions(k, leading)
-    v = four_dimensions(v, leading)
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    problem = describe(q, k, v, score_dtype, grad)
-    choice = choose(problem, kernel)
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        operands = autocast(q, k, v)
+        with torch.autocast(q.device.type, enabled=False):
+            return attend(*operands, scale=scale, score_dtype=score_dtype, kernel=kernel)
+    problem, choice, leading, direct = plan(q, k, v, score_dtype, kernel)
     for listen in listeners:
         listen(problem, choice)
-    if torch.is_autocast_enabled(q.device.type):
-        with torch.autocast(q.device.type, enabled=False):
-            out = run(choice.kernel, q, k, v, scale, problem)
-    else:
-        out = run(choice.kernel, q, k, v, scale, problem)
-    return out if len(leading) == 2 else out.reshape(*leading, *out.shape[2:])
+    if direct and in_rows(q, k, v) and not torch._C._are_functorch_transforms_active():
+        return scaled_dot_product_attention(q, k, v, scale=scale)
+    if leading is not None:
+        q, k, v = (four_dimensions(x, leading) for x in (q, k, v))
+    scale = 1 / math.sqrt(problem.d) if scale is None else float(scale)
+    out = run(choice.kernel, q, k, v, scale, problem)
+    return out if leading is None else out.reshape(*leading, *out.shape[2:])
 
 
 def run(kernel: str, q: Tensor, k: Tensor, v: Tensor, scale: float, problem: Problem) -> Tensor:
@@ -115,24 +101,8 @@ def run(kernel: str, q: Tensor, k: Tensor, v: Tensor, scale: float, problem: Pro
     if transformed:
         return KernelAttention.apply(q, k, v, *rest)[0]
     if problem.grad:
-        return EagerKernelAttention.apply(q, k, v, *rest)[0]
+        return EagerKernelAttention.apply(q, k, v, *rest)
     return KernelAttention.forward(q, k, v, *rest)[0]
-
-
-def describe(q: Tensor, k: Tensor, v: Tensor, score_dtype: torch.dtype, grad: bool) -> Problem:
-    """What the choice of a kernel depends on, from operands of four dimensions."""
-    b, g, n, d = q.shape
-    return Problem(
-        device=q.device.type,
-        dtype=q.dtype,
-        heads=b * g,
-        n=n,
-        m=k.shape[2],
-        d=d,
-        e=v.shape[3],
-        grad=grad,
-        rounded=may_round(q.dtype, score_dtype),
-    )
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,18 +115,14 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return cast[0], cast[1], cast[2]
 
 
-def leading_shape(q: Tensor, k: Tensor, v: Tensor) -> torch.Size:
-    """The common leading shape, or a refusal."""
-    leading = q.shape[:-2]
-    if k.shape[:-2] == leading and v.shape[:-2] == leading:
-        return leading
-    try:
-        return torch.broadcast_shapes(leading, k.shape[:-2], v.shape[:-2])
-    except RuntimeError:
-        raise InputError(
-            f"the leading dimensions of q {tuple(q.shape)}, k {tuple(k.shape)} and v "
-            f"{tuple(v.shape)} do not broadcast; before the last two, give equal sizes or 1"
-        ) from None
+def in_rows(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the rows of operands of one width are contiguous and do not overlap."""
+    width = q.shape[-1]
+    return (
+        q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        and q.stride(-2) >= width <= k.stride(-2)
+        and v.stride(-2) >= width
+    )
 
 
 def four_dimensions(x: Tensor, leading: torch.Size) -> Tensor:
@@ -166,31 +132,3 @@ def four_dimensions(x: Tensor, leading: torch.Size) -> Tensor:
     if len(leading) < 2:
         return x[(None,) * (2 - len(leading))]
     return x if len(leading) == 2 else x.flatten(0, -4)
-
-
-def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse shapes and devices that make no attention."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.ndim < 2:
-            came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-            raise InputError(f"{name} is {came}; give a tensor (…, tokens, width)")
-        if x.device != q.device:
-            raise InputError(f"{name} is on {x.device} and q on {q.device}; move one to the other")
-    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
-        raise InputError(
-            f"q has width {q.shape[-1]} and k width {k.shape[-1]}; give the same, at least 1"
-        )
-    if k.shape[-2] != v.shape[-2] or k.shape[-2] == 0:
-        raise InputError(
-            f"k has {k.shape[-2]} tokens and v {v.shape[-2]}; give the same number, at least 1"
-        )
-
-
-def check_dtypes(q: Tensor, k: Tensor, v: Tensor, score_dtype: torch.dtype) -> None:
-    """Refuse dtypes that are no floating-point numbers, or mixed."""
-    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
-        raise InputError(
-            f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; give one floating-point "
-            "dtype, or run under autocast"
-        )
-    check_score_dtype(score_dtype)

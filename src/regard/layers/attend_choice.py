@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from regard import hardware
 from regard.errors import InputError, nearest
@@ -17,16 +18,19 @@ KERNELS = ("plain", "sdpa", "blocked")
 
 # Widest head that the fused kernels of CUDA (flash, cuDNN) take.
 CUDA_FUSED_WIDTH = 256
-# On CPU torch's fused kernel loses to products over whole batches of heads where keys are few:
-# at most this many, or half the width of a head.
-FEW_KEYS = 128
-# The same with bfloat16 instructions, where the fused kernel is further from the GEMM limit.
+# bfloat16 where the CPU has instructions for it: torch's fused kernel is further from the GEMM
+# limit there, most of all with at most so many keys.
 BF16_FEW_KEYS = 256
-# Scores kept for the backward pass stay below this, else the fused kernel's recompute wins.
-PLAIN_SCORE_BYTES = 8 << 20
+# The rounded scores that are worth keeping there for the backward pass.
+BF16_KEPT_BYTES = 8 << 20
+# In training on CPU the plain form keeps its scores for the backward pass and the fused kernel
+# computes them again, at a cost that grows with the width of a head: keeping up to so many bytes
+# of scores is faster, twice as many where heads are wide.
+KEPT_SCORE_BYTES = 4 << 20
+WIDE_HEAD = 256
 
 
-class _Settings:
+class Settings(NamedTuple):
     """What the user forces: see `attention_kernel`."""
 
     kernel: str | None = None
@@ -34,7 +38,13 @@ class _Settings:
     cache_bytes: int | None = None
 
 
-_settings = _Settings()
+NOTHING_FORCED = Settings()
+_settings = NOTHING_FORCED
+
+
+def settings() -> Settings:
+    """The settings in force."""
+    return _settings
 
 
 @contextmanager
@@ -56,15 +66,17 @@ def attention_kernel(
         raise InputError(f"cache_bytes={cache_bytes!r}: give a positive number of bytes")
     if score_dtype is not None:
         check_score_dtype(score_dtype)
-    before = dict(vars(_settings))
-    _settings.kernel = None if kernel == "auto" else kernel
-    _settings.score_dtype = score_dtype or _settings.score_dtype
-    _settings.cache_bytes = cache_bytes or _settings.cache_bytes
+    global _settings
+    before = _settings
+    _settings = Settings(
+        None if kernel == "auto" else kernel,
+        score_dtype or before.score_dtype,
+        cache_bytes or before.cache_bytes,
+    )
     try:
         yield
     finally:
-        vars(_settings).clear()
-        vars(_settings).update(before)
+        _settings = before
 
 
 def check_score_dtype(score_dtype: torch.dtype) -> None:
@@ -73,9 +85,14 @@ def check_score_dtype(score_dtype: torch.dtype) -> None:
         raise InputError(f"score_dtype={score_dtype}: give torch.float32 or q's dtype")
 
 
-def may_round(dtype: torch.dtype, score_dtype: torch.dtype) -> bool:
-    """Whether scores of operands in `dtype` may be held in half precision."""
-    return torch.promote_types(dtype, _settings.score_dtype or score_dtype).itemsize < 4
+def rounds_faster(q: Tensor) -> bool:
+    """Whether scores of eager calls on q's kind are computed faster when rounded to its dtype.
+
+    So it is where the CPU multiplies bfloat16, whatever the shape; elsewhere scores stay wide.
+    """
+    if q.dtype != torch.bfloat16 or q.device.type != "cpu" or not hardware.BF16_PRODUCTS:
+        return False
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
 def check_kernel(kernel: str) -> None:
@@ -95,7 +112,11 @@ def block_bytes(device: str) -> int:
 
 
 class Problem(NamedTuple):
-    """What the choice depends on; `heads` counts all leading dimensions together."""
+    """What the choice depends on.
+
+    `heads` counts all leading dimensions together; `rounded`: scores may be held in half
+    precision; `bf16_products`: the CPU has instructions for products of bfloat16 numbers.
+    """
 
     device: str
     dtype: torch.dtype
@@ -106,6 +127,7 @@ class Problem(NamedTuple):
     e: int
     grad: bool
     rounded: bool
+    bf16_products: bool
 
     @property
     def score_bytes(self) -> int:
@@ -123,17 +145,17 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(problem: Problem, kernel: str = "auto") -> Choice:
+def choose(problem: Problem, kernel: str = "auto", forced: Settings = NOTHING_FORCED) -> Choice:
     """The kernel for `problem`, with the reason in a sentence."""
     if problem.heads == 0 or problem.n == 0:
         return Choice("plain", "the result is empty")
     if kernel != "auto":
         return Choice(kernel, f"kernel={kernel!r} was asked for")
-    if _settings.kernel is not None:
-        return Choice(_settings.kernel, f"attention_kernel({_settings.kernel!r}) is in force")
+    if forced.kernel is not None:
+        return Choice(forced.kernel, f"attention_kernel({forced.kernel!r}) is in force")
     if problem.device != "cpu":
         return _choose_accelerator(problem)
-    if problem.dtype == torch.bfloat16 and hardware.BF16_PRODUCTS:
+    if problem.dtype == torch.bfloat16 and problem.bf16_products:
         return _choose_bf16_cpu(problem)
     return _choose_cpu(problem)
 
@@ -154,24 +176,20 @@ def _choose_cpu(problem: Problem) -> Choice:
         return Choice("blocked", "torch's fused kernel on CPU needs values as wide as keys")
     if problem.dtype == torch.bfloat16 and not problem.grad:
         return Choice("sdpa", "torch's fused kernel needs no float32 copies of bfloat16 operands")
-    few = max(FEW_KEYS, problem.d // 2)
-    if problem.m > few:
-        return Choice("sdpa", f"with more than {few} keys torch's fused kernel is fastest")
     if not problem.grad:
-        return Choice("blocked", f"with at most {few} keys, products over many heads are fastest")
-    if problem.score_bytes <= PLAIN_SCORE_BYTES:
-        return Choice(
-            "plain", f"all scores fit in {PLAIN_SCORE_BYTES >> 20} MiB, kept for backward"
-        )
-    return Choice("sdpa", "the scores are too many to keep for the backward pass")
+        return Choice("sdpa", "torch's fused kernel is fastest")
+    kept = KEPT_SCORE_BYTES * (2 if problem.d >= WIDE_HEAD else 1)
+    if problem.score_bytes <= kept:
+        return Choice("plain", f"all scores fit in {kept >> 20} MiB, kept for backward")
+    return Choice("sdpa", f"scores beyond {kept >> 20} MiB cost less computed again than kept")
 
 
 def _choose_bf16_cpu(problem: Problem) -> Choice:
     """bfloat16 where the CPU multiplies it: the fused kernel is far from the GEMM limit there."""
     if problem.rounded:
-        if problem.grad and problem.score_bytes <= PLAIN_SCORE_BYTES:
-            return Choice("plain", "all rounded scores fit in cache, kept for backward")
-        return Choice("blocked", "products of rounded scores run at the GEMM limit in blocks")
+        if problem.grad and problem.score_bytes <= BF16_KEPT_BYTES:
+            return Choice("plain", "rounded scores are allowed, and fit in cache until backward")
+        return Choice("blocked", "rounded scores are allowed, and run at the GEMM limit in blocks")
     wide = problem.d >= 256 or problem.m <= BF16_FEW_KEYS if problem.grad else problem.d >= 64
     if problem.d != problem.e or wide:
         return Choice("blocked", "bfloat16 products with float32 scores win in blocks here")

@@ -91,14 +91,15 @@ class EagerKernelAttention(torch.autograd.Function):
     """`KernelAttention` for eager autograd: what torch.func needs costs a call 0.2 ms."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = KernelAttention.forward(*inputs)
-        KernelAttention.setup_context(ctx, inputs, output)
-        return output
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        out, lse = KernelAttention.forward(q, k, v, *rest)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.rest = rest
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-        return KernelAttention.backward(ctx, grad, _)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return KernelAttention.backward(ctx, grad, None)
 
 
 def blocked(
@@ -169,9 +170,14 @@ def fused_forward(
     held = precision(q.dtype, "cpu", rounded).weight
     if q.dtype == torch.bfloat16 and not keep:
         held = q.dtype
-    qw, kw, vw = readable(held, [q, k, v])
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(qw, kw, vw, scale=scale)
-    return out[..., : v.shape[-1]].to(q.dtype), lse
+    qw, kw, vw = readable(held, q, k, v)
+    if not keep:  # the same kernel behind a shorter call
+        out = scaled_dot_product_attention(qw, kw, vw, scale=scale)
+        return like(out, v.shape[-1], q.dtype), out.new_empty(0)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+        qw, kw, vw, scale=scale
+    )
+    return like(out, v.shape[-1], q.dtype), lse
 
 
 def fused_backward(
@@ -186,15 +192,15 @@ def fused_backward(
 ) -> Grads:
     """Gradients of `fused_forward` for q, k, v."""
     held = precision(q.dtype, "cpu", rounded).weight
-    qw, kw, vw, gw, ow = readable(held, [q, k, v, grad, out])
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    qw, kw, vw, gw, ow = readable(held, q, k, v, grad, out)
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         gw, qw, kw, vw, ow, lse, 0.0, False, scale=scale
     )
     d, e = q.shape[-1], v.shape[-1]
-    return dq[..., :d].to(q.dtype), dk[..., :d].to(k.dtype), dv[..., :e].to(v.dtype)
+    return like(dq, d, q.dtype), like(dk, d, k.dtype), like(dv, e, v.dtype)
 
 
-def readable(dtype: torch.dtype, operands: list[Tensor]) -> list[Tensor]:
+def readable(dtype: torch.dtype, *operands: Tensor) -> list[Tensor]:
     """Operands in `dtype`, as torch's fused kernel for CPU reads them.
 
     Rows are contiguous and do not overlap, and all are as wide as the widest: zeros added on the
@@ -203,12 +209,25 @@ def readable(dtype: torch.dtype, operands: list[Tensor]) -> list[Tensor]:
     width = max([x.shape[-1] for x in operands])
     ready = []
     for x in operands:
-        x = x.to(dtype)
-        if x.shape[-1] < width:
-            x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
-        in_rows = x.stride(-1) == 1 and x.stride(-2) >= width
-        ready.append(x if in_rows else x.contiguous())
+        *_, between, within = x.stride()
+        as_it_is = within == 1 and between >= width == x.shape[-1] and x.dtype == dtype
+        ready.append(x if as_it_is else rows_of(x, dtype, width))
     return ready
+
+
+def rows_of(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
+    """x in `dtype`, its rows contiguous and `width` wide, with zeros on the right."""
+    x = x.to(dtype)
+    if x.shape[-1] < width:
+        x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 and x.stride(-2) >= width else x.contiguous()
+
+
+def like(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """The first `width` columns of x in `dtype`; x itself where it is that."""
+    if x.shape[-1] == width and x.dtype == dtype:
+        return x
+    return x[..., :width].to(dtype)
 
 
 class NativeAttention(torch.autograd.Function):

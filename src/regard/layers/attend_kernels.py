@@ -47,10 +47,14 @@ def precision(dtype: torch.dtype, device: str, rounded: bool) -> Precision:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, rounded: bool) -> Tensor:
-    """softmax(scale · q kᵀ) v as it is written, differentiable any number of times."""
+    """softmax(scale · q kᵀ) v as it is written, differentiable any number of times.
+
+    Operands are (b, g, …); with one leading dimension torch takes the shortest way to its products.
+    """
     held = precision(q.dtype, q.device.type, rounded).score
-    weights = torch.softmax((q.to(held) * scale) @ k.to(held).transpose(-1, -2), dim=-1)
-    return (weights @ v.to(held)).to(q.dtype)
+    queries, keys, values = (x.to(held).flatten(0, 1) for x in (q, k, v))
+    weights = torch.softmax(torch.bmm(queries * scale, keys.transpose(1, 2)), dim=-1)
+    return torch.bmm(weights, values).unflatten(0, q.shape[:2]).to(q.dtype)
 
 
 def plain_backward(

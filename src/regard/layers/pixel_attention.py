@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from regard.errors import InputError
 from regard.hardware import native_products, working_dtype
 from regard.layers.checks import count, divisor
-from regard.layers.pixel_fold import FoldCache, attend_folded, may_fold
+from regard.layers.pixel_fold import (
+    FoldCache,
+    attend_folded,
+    join,
+    joining_pays,
+    may_fold,
+    pack,
+)
 from regard.layers.pixel_params import (
     KEYS,
     MATRICES,
@@ -21,7 +28,6 @@ from regard.layers.pixel_params import (
     check_keys,
     check_map,
 )
-from regard.layers.pixel_steps import add_projected, attend_packed, normed_tokens, project
 
 
 def pixel_attention(
@@ -73,15 +79,10 @@ def attend_pixels(
     """
     with native_products(x.device.type):
         p = PixelParams(*(value.to(working_dtype(x)) for value in params))
-        tokens = normed_tokens(x, num_groups, p.norm_weight, p.norm_bias, eps)
-        packed = project(
-            tokens,
-            torch.cat((p.q_weight, p.k_weight, p.v_weight)),
-            torch.cat((p.q_bias, torch.zeros_like(p.k_bias), p.v_bias)),
-        )
+        folded = join(p) if joining_pays(x, num_heads) else pack(p, num_heads)
         no_gradient = torch.sign(p.k_bias) * 0
-        mixed = attend_packed(packed, num_heads)
-        return add_projected(x, mixed, p.out_weight, p.out_bias + no_gradient)
+        folded = folded._replace(out_bias=folded.out_bias + no_gradient)
+        return attend_folded(x, folded, num_groups, eps, p.norm_weight, p.norm_bias)
 
 
 class PixelAttention(nn.Module):

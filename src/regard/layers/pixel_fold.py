@@ -37,29 +37,73 @@ class Folded(NamedTuple):
 def fold(params: PixelParams, num_heads: int) -> Folded:
     """The folded weights in float64 on the CPU; `params` are not changed."""
     p = PixelParams(*(value.detach().to("cpu", torch.float64) for value in params))
-    wq, wk, wv = (w * p.norm_weight for w in (p.q_weight, p.k_weight, p.v_weight))
-    bq = p.q_weight @ p.norm_bias + p.q_bias
-    out_bias = p.out_bias + p.out_weight @ (p.v_weight @ p.norm_bias + p.v_bias)
-    if num_heads > 1:
-        zero = torch.zeros_like(bq)
-        weight, bias = torch.cat((wq, wk, wv)), torch.cat((bq, zero, zero))
-        return Folded(num_heads, weight, bias, p.out_weight, out_bias)
-    scale = 1 / math.sqrt(len(bq))
-    return Folded(1, scale * wk.t() @ wq, scale * bq @ wk, p.out_weight @ wv, out_bias)
+    p = p._replace(
+        q_weight=p.q_weight * p.norm_weight,
+        k_weight=p.k_weight * p.norm_weight,
+        v_weight=p.v_weight * p.norm_weight,
+        q_bias=p.q_bias + p.q_weight @ p.norm_bias,
+        v_bias=p.v_bias + p.v_weight @ p.norm_bias,
+    )
+    return join(p) if num_heads == 1 else pack(p, num_heads)
 
 
-def attend_folded(x: Tensor, folded: Folded, num_groups: int, eps: float) -> Tensor:
-    """Pixel attention of x (b, c, h, w) with folded weights in the dtype to compute in."""
+def join(p: PixelParams) -> Folded:
+    """One head's weights in two products, differentiably; the norm is left as it is."""
+    scale = 1 / math.sqrt(len(p.q_bias))
+    return Folded(
+        1,
+        weight=scale * p.k_weight.t() @ p.q_weight,
+        bias=scale * p.q_bias @ p.k_weight,
+        out_weight=p.out_weight @ p.v_weight,
+        out_bias=p.out_bias + p.out_weight @ p.v_bias,
+    )
+
+
+def pack(p: PixelParams, num_heads: int) -> Folded:
+    """The first three products in one, differentiably; the norm is left as it is."""
+    zero = torch.zeros_like(p.q_bias)
+    return Folded(
+        num_heads,
+        weight=torch.cat((p.q_weight, p.k_weight, p.v_weight)),
+        bias=torch.cat((p.q_bias, zero, zero)),
+        out_weight=p.out_weight,
+        out_bias=p.out_bias + p.out_weight @ p.v_bias,
+    )
+
+
+def attend_folded(
+    x: Tensor,
+    folded: Folded,
+    num_groups: int,
+    eps: float,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+) -> Tensor:
+    """Pixel attention of x (b, c, h, w) with folded weights in the dtype to compute in.
+
+    `norm_weight` and `norm_bias` are given where the norm's are not folded.
+    """
     num_heads, weight, bias, out_weight, out_bias = folded
     with native_products(x.device.type):
-        pixels = normed_tokens(x, num_groups, None, None, eps)
-        if num_heads > 1:
+        pixels = normed_tokens(x, num_groups, norm_weight, norm_bias, eps)
+        if len(weight) > x.shape[1]:
             mixed = attend_packed(project(pixels, weight, bias), num_heads)
         else:
             pixels = pixels.contiguous()
             queries = project(pixels, weight, bias)
             mixed = attend(queries[:, None], pixels[:, None], pixels[:, None], scale=1.0)[:, 0]
         return add_projected(x, mixed, out_weight, out_bias)
+
+
+def joining_pays(x: Tensor, num_heads: int) -> bool:
+    """Whether weights joined for this one call save more products than joining them costs.
+
+    In half precision the joined weights would be rounded once more.
+    """
+    if num_heads > 1 or working_dtype(x).itemsize < 4 or torch.compiler.is_exporting():
+        return False
+    b, c, h, w = x.shape
+    return b * h * w > c and not torch.is_autocast_enabled(x.device.type)
 
 
 def may_fold(x: Tensor) -> bool:

@@ -28,8 +28,9 @@ def project(tokens: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def attend_packed(packed: Tensor, num_heads: int) -> Tensor:
     """Attention of packed queries, keys and values (b, n, 3c), each of c = heads × width."""
     b, n, triple = packed.shape
-    split = packed.view(b, n, 3, num_heads, triple // 3 // num_heads)
-    q, k, v = split.permute(2, 0, 3, 1, 4).unbind(0)  # b n (3 g d) -> 3 b g n d
+    # b n (3 g d) -> 3 of b g n d; unbound where they lie, their gradients are joined in one copy
+    parts = packed.view(b, n, 3, num_heads, triple // 3 // num_heads).unbind(2)
+    q, k, v = (part.transpose(1, 2) for part in parts)
     return attend(q, k, v).transpose(1, 2).flatten(2)  # b g n d -> b n (g d)
 
 

@@ -82,6 +82,19 @@ class QKNorm(nn.Module):
         return f"{self.form!r}, num_heads={heads}, dim_head={width}"
 
 
+def largest_logit(q_norm: nn.Module, k_norm: nn.Module) -> float:
+    """What no logit |s·q·k| exceeds after these norms: d · max|γ_q γ_k|, for "unit"; else infinity.
+
+    Reads the gains: not for code that is traced, or on a device that would be waited for.
+    """
+    if not (isinstance(q_norm, QKNorm) and isinstance(k_norm, QKNorm)):
+        return math.inf
+    if q_norm.form != "unit" or k_norm.form != "unit":
+        return math.inf
+    gains = q_norm.gamma.detach().float() * k_norm.gamma.detach().float()
+    return gains.shape[-1] * float(gains.abs().max())
+
+
 def check_form(form: str | None) -> None:
     """Refuse a name that is no form of QK norm; None, no norm, is fine."""
     if form is not None and form not in FORMS:
