@@ -1,6 +1,9 @@
 """Files in, checked folders out; models saved and loaded."""
 
+import dataclasses
 import json
+import os
+import pickle
 import sys
 
 import pytest
@@ -251,3 +254,74 @@ def test_the_reference_serves_where_no_library_is_installed(tmp_path, ldm_state,
     )
     convert_file(options, said.append)
     assert "reference of ldm and reference of diffusers differ by" in said[1]
+
+
+def test_weights_that_may_be_nan_are_checked_without_them(tmp_path, ldm_state, monkeypatch):
+    ldm_state["mid.a.q.weight"][0] = torch.nan
+    write_weights(tmp_path / "vae.safetensors", ldm_state)
+    options = ConvertOptions(tmp_path / "vae.safetensors", tmp_path / "out")
+    with pytest.raises(InputError, match=r"NaN or infinite: mid\.a\.q\.weight; take another"):
+        convert_file(dataclasses.replace(options, facts=Facts(rest="drop")))
+    allowed = dataclasses.replace(options, facts=Facts(rest="drop", allow_nan=True))
+    assert convert_file(allowed, lambda _: None).tensors["mid.a.q_weight"][0].isnan().all()
+    # a wrong conversion is still seen
+    real = verify.reference
+    monkeypatch.setattr(verify, "reference", lambda *args: real(*args) + 1e-4)
+    with pytest.raises(
+        InputError, match=r"give other outputs: mid\.a: reference of ldm and regard"
+    ):
+        convert_file(dataclasses.replace(allowed, out=tmp_path / "two"), lambda _: None)
+
+
+class Executes:
+    """A pickle of this calls `touch` when it is read by a careless unpickler."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.system, (f"touch {self.path}",))
+
+
+def truncated(path, ldm_state):
+    write_weights(path, ldm_state)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def truncated_zip(path, ldm_state):
+    torch.save(ldm_state, path)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+HOSTILE = {
+    "truncated.safetensors": (truncated, "is not a whole safetensors file"),
+    "truncated.pt": (truncated_zip, "is not a whole file written by torch.save"),
+    "executes.ckpt": (
+        lambda path, state: torch.save(
+            {"state_dict": state, "more": Executes(path.with_name("ran"))}, path
+        ),
+        "could run code of the file's author",
+    ),
+    "executes.bin": (
+        lambda path, state: path.write_bytes(pickle.dumps(Executes(path.with_name("ran")))),
+        "could run code of the file's author|not a whole file",
+    ),
+    "text.pt": (lambda path, state: path.write_text("hello"), "could run code|not a whole file"),
+    "two.safetensors": (
+        lambda path, state: write_weights(
+            path, state | convert(state, "ldm", "diffusers-old", rest="drop")
+        ),
+        "misshapen|fit the layouts|not of the layout",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_refused_and_leave_nothing(tmp_path, ldm_state, name):
+    write, message = HOSTILE[name]
+    write(tmp_path / name, ldm_state)
+    before = (tmp_path / name).read_bytes()
+    with pytest.raises(InputError, match=message):
+        convert_file(ConvertOptions(tmp_path / name, tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_bytes() == before

@@ -34,7 +34,8 @@ def verify(conversion: Conversion, state_dict: Mapping[str, Tensor]) -> list[Che
     """Run the source and the target of each block on one input, in float64.
 
     Each is the library's own module where it is installed, else a float64 reference written from
-    the library's definition. Raises InputError where outputs differ by more than 1e-5.
+    the library's definition. Weights that are not finite count as zero. Raises InputError where
+    outputs differ by more than 1e-5.
     """
     checks = [check_block(conversion, state_dict, prefix) for prefix in conversion.blocks]
     checks += [check_vit(conversion, state_dict, prefix) for prefix in conversion.vits]
@@ -52,6 +53,14 @@ def difference(left: Tensor, right: Tensor) -> float:
     return float((left - right).abs().max())
 
 
+def finite(weights: Tensor) -> Tensor:
+    """The weights in float64; what is NaN or infinite, where that was allowed, as zero.
+
+    One NaN would make every output NaN, and layouts that differ could not be told.
+    """
+    return torch.nan_to_num(weights.double(), nan=0.0, posinf=0.0, neginf=0.0)
+
+
 def check_block(conversion: Conversion, state_dict: Mapping[str, Tensor], prefix: str) -> Check:
     """Both layouts of one pixel attention block on one input."""
     facts = conversion.blocks[prefix]
@@ -63,7 +72,7 @@ def check_block(conversion: Conversion, state_dict: Mapping[str, Tensor], prefix
     for name, tensors in sides:
         layout = LAYOUTS[name]
         held = {key for form in (False, True) for key in key_map(layout, form).values()}
-        block = {k: tensors[prefix + k].double() for k in sorted(held) if prefix + k in tensors}
+        block = {k: finite(tensors[prefix + k]) for k in sorted(held) if prefix + k in tensors}
         library, run = runner(name)
         with torch.no_grad():
             outputs.append(run(block, facts, x))
@@ -173,7 +182,7 @@ def check_vit(conversion: Conversion, state_dict: Mapping[str, Tensor], prefix: 
         raise InputError("to run a SimpleViT its image_size is needed, and channels or patch_size")
     sides = {conversion.source: state_dict, conversion.target: conversion.tensors}
     states = {
-        name: {k.removeprefix(prefix): t.double() for k, t in side.items() if k.startswith(prefix)}
+        name: {k.removeprefix(prefix): finite(t) for k, t in side.items() if k.startswith(prefix)}
         for name, side in sides.items()
     }
     ours = {k: t for k, t in states["regard"].items() if not k.startswith("classifier.")}
