@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,10 @@ Call = Callable[[], Any]
 RESULTS = Path(__file__).parent / "results"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PASSES = ("forward", "training")
+# Errors below this are float32's own rounding, and exclude nobody.
+ROUNDING = 5e-7
+# The largest share of the CPU that other processes may take while a row is measured.
+MOST_OTHERS = 0.15
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -35,6 +40,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
         "--limit", type=float, default=15.0, help="leave out what is reckoned to take longer (s)"
     )
     options.add_argument("--memory", action="store_true", help="measure peak memory instead")
+    options.add_argument("--names", nargs="+", help="of those whose memory is measured")
     options.add_argument("--table", action="store_true", help="print what is stored, run nothing")
     return options
 
@@ -60,19 +66,22 @@ def once(call: Call, device: str) -> float:
 
 
 def interleaved(calls: dict[str, Call], seconds: float, device: str) -> dict[str, float]:
-    """Median seconds of each call, all taken in turn so that a busy moment hits them alike.
+    """Median seconds of each call, all taken in each round so that a busy moment hits them alike.
 
-    A call five times as slow as the fastest decides nothing and is timed by its warm-up alone.
+    The order is drawn anew for each round: what a call leaves in the caches and in the allocator
+    is met by each of the others. A call five times as slow as the fastest decides nothing and is
+    timed by its warm-up alone. Calls of seconds are warmed up once, others twice.
     """
     first = {name: once(call, device) for name, call in calls.items()}
     slowest = 5 * min(first.values())
     again = {name: call for name, call in calls.items() if first[name] <= slowest}
-    warm = {name: once(call, device) for name, call in again.items()}
-    rounds = max(5, min(60, int(seconds / sum(warm.values()))))
+    slow = sum(first[name] for name in again) > seconds
+    warm = {name: first[name] if slow else once(call, device) for name, call in again.items()}
+    rounds = max(2 if slow else 3, min(1000, int(seconds / sum(warm.values()))))
     times: dict[str, list[float]] = {name: [] for name in again}
-    names = list(again)
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(again), len(again)):
             times[name].append(once(again[name], device))
     return first | {name: statistics.median(taken) for name, taken in times.items()}
 
@@ -107,6 +116,52 @@ def peak_memory(module: str, spec: dict[str, Any]) -> int:
     if done.returncode:
         raise RuntimeError(f"{module} {spec}: {done.stderr[-2000:]}")
     return int(done.stdout.split()[-1])
+
+
+def measure_memory(
+    name: str, options: argparse.Namespace, cells: list[str], candidates: tuple[str, ...]
+) -> None:
+    """Measure and store the peak bytes of every candidate beyond its inputs."""
+    for cell in options.cells or cells:
+        for dtype in options.dtype:
+            for mode in options.passes:
+                spec = {"cell": cell, "dtype": dtype, "training": mode == "training"}
+                spec |= {"device": options.device, "threads": options.threads}
+                peaks = {
+                    one: peak_memory(f"benchmarks.{name}", spec | {"name": one})
+                    for one in options.names or candidates
+                }
+                row = key(cell, dtype, mode == "training")
+                store(f"{name}-memory", options.device, {row: peaks})
+                print(row, peaks, flush=True)
+
+
+def memory_report(
+    name: str,
+    device: str,
+    cells: list[str],
+    what: str,
+    candidates: tuple[str, ...],
+    shown: Callable[[str, str, bool, int], str],
+) -> str:
+    """The stored peaks as a table; `shown` words the bytes of a cell, dtype and pass."""
+    rows = stored(f"{name}-memory", device)["rows"]
+    body = []
+    for cell in cells:
+        for dtype in DTYPES:
+            for training, mode in enumerate(PASSES):
+                peaks = rows.get(f"{cell} {dtype} {mode}")
+                if peaks:
+                    words = [
+                        shown(cell, dtype, bool(training), peaks[n]) if n in peaks else "—"
+                        for n in candidates
+                    ]
+                    body.append([cell, dtype, mode, *words])
+    return table([what, "dtype", "pass", *candidates], body)
+
+
+def mebibytes(cell: str, dtype: str, training: bool, peak: int) -> str:
+    return f"{peak / 2**20:.0f}"
 
 
 def machine(device: str) -> str:
@@ -155,33 +210,59 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def bars(
+def points(
     path: Path, title: str, groups: dict[str, dict[str, float]], legend: dict[str, str]
 ) -> None:
-    """Horizontal bars of speed over a peer, one group a cell, one colour a series."""
+    """Speed over a peer on a logarithmic axis: one line a cell, one mark a series."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    names = list(legend)
-    height = 0.8 / len(names)
-    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.42 * len(groups)), layout="constrained")
-    for place, name in enumerate(names):
-        at = [i + (place - (len(names) - 1) / 2) * height for i in range(len(groups))]
-        values = [group.get(name, math.nan) for group in groups.values()]
-        drawn = axes.barh(at, values, height, label=legend[name])
-        axes.bar_label(drawn, [f"{x:.3g}" if x == x else "" for x in values], padding=2, fontsize=7)
-    axes.set_yticks(range(len(groups)), list(groups), fontsize=8)
-    axes.invert_yaxis()
-    axes.axvline(1, color="black", linewidth=0.8)
-    finite = [x for group in groups.values() for x in group.values() if x == x]
-    if finite and max(finite) > 8:
-        axes.set_xscale("log")
-    axes.set_xlabel("times as fast as the best peer that counts")
-    axes.set_title(title, fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8, frameon=False, loc="best")
+    every = [x for group in groups.values() for x in group.values()]
+    low, high = min(0.8, 0.95 * min(every)), max(1.25, 1.12 * max(every))
+    figure, axes = plt.subplots(figsize=(8, 1.4 + 0.36 * len(groups)), layout="constrained")
+    axes.set_xscale("log")
+    axes.set_xlim(low, high)
+    axes.axvline(1, color="0.25", linewidth=1)
+    colours = ("#1b6ca8", "#d1662a")
+    for place, (name, words) in enumerate(legend.items()):
+        shift = 0.17 * (2 * place - 1)
+        known = [
+            (group[name], i + shift) for i, group in enumerate(groups.values()) if name in group
+        ]
+        if not known:
+            continue
+        x, y = zip(*known, strict=True)
+        axes.hlines(y, 1, x, color=colours[place], linewidth=2, alpha=0.45)
+        axes.plot(x, y, "o", color=colours[place], markersize=6, label=words)
+        for value, at in known:
+            side, where = (6, "left") if value >= 1 else (-6, "right")
+            axes.annotate(
+                f"{value:.2f}",
+                (value, at),
+                (side, 0),
+                textcoords="offset points",
+                ha=where,
+                va="center",
+                fontsize=7.5,
+            )
+    ticks = [t for t in (0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 8, 12) if low < t < high]
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda t, _: f"{t:g}×"))
+    axes.set_yticks(range(len(groups)), list(groups), fontsize=8.5)
+    axes.set_ylim(len(groups) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("times as fast as the best peer that counts (right of the line: faster)")
+    axes.set_title(title, fontsize=11, loc="left")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.legend(
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=8.5, frameon=False, borderpad=0
+    )
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -192,11 +273,11 @@ def key(cell: str, dtype: str, training: bool) -> str:
 
 
 def best_peer(row: dict[str, Any], peers: tuple[str, ...]) -> float | None:
-    """Seconds of the fastest peer that counts: its error is at most 1.5 times ours.
+    """Seconds of the fastest peer that counts: its error is at most 1.5 times ours, or rounding.
 
     None where none was timed.
     """
-    bound = 1.5 * row["error"]["regard"]
+    bound = max(1.5 * row["error"]["regard"], ROUNDING)
     times = [s for n, s in row["seconds"].items() if n in peers and row["error"][n] <= bound]
     return min(times, default=None)
 
@@ -256,7 +337,7 @@ def picture(results: dict[str, Any], cells: list[str], name: str, peers: tuple[s
         if groups:
             path = RESULTS.parents[1] / "docs" / f"{name}-{dtype}.png"
             legend = {"forward": "forward", "training": "forward + backward"}
-            bars(path, f"{name}, {dtype}", groups, legend)
+            points(path, f"{name}, {dtype}", groups, legend)
 
 
 def cpu_ticks() -> tuple[float, float]:
@@ -273,7 +354,10 @@ def run(
     cells: list[str],
     measure: Callable[[argparse.Namespace, str, str, bool], dict[str, Any]],
 ) -> None:
-    """Measure and store every row asked for, with the share of the CPU that others took."""
+    """Measure and store every row asked for, with the share of the CPU that others took.
+
+    Rows during which others took much of it say nothing, and are not stored.
+    """
     for cell in options.cells or cells:
         for dtype in options.dtype:
             for mode in options.passes:
@@ -282,7 +366,9 @@ def run(
                 all_after, own_after = cpu_ticks()
                 others = (all_after - all_before) - (own_after - own_before)
                 row["others"] = max(0.0, others / (time.perf_counter() - start) / os.cpu_count())
-                store(name, options.device, {key(cell, dtype, mode == "training"): row})
+                kept = row["others"] <= MOST_OTHERS
+                if kept:
+                    store(name, options.device, {key(cell, dtype, mode == "training"): row})
                 times = ", ".join(f"{n} {milliseconds(s)}" for n, s in row["seconds"].items())
-                times += f" ms; others {row['others']:.0%}"
+                times += f" ms; others {row['others']:.0%}" + ("" if kept else ", not stored")
                 print(f"{key(cell, dtype, mode == 'training')}: {times}", flush=True)

@@ -165,25 +165,29 @@ def candidate(cell: str, name: str, dtype: str, training: bool, device: str) -> 
     return calls(cell, common.DTYPES[dtype], training, device, 1.0)[name]
 
 
-def gflop(cell: str, training: bool) -> float:
-    """Of the formula: four projections and two products of attention."""
-    return CELLS[cell][0] * gflop_of_side(cell, CELLS[cell][2], training)
+def gflop(batch: int, channels: int, side: int, training: bool) -> float:
+    """Of the formula: four projections and the two products of attention."""
+    n = side**2
+    products = 8 * n * channels**2 + 4 * n**2 * channels
+    return 1e-9 * batch * products * (3 if training else 1)
 
 
 def measure(options: Any, cell: str, dtype: str, training: bool) -> dict[str, Any]:
     """One row: seconds and errors of every candidate, and the GEMM limit."""
     kind, device = common.DTYPES[dtype], options.device
-    side = min(CELLS[cell][2], 16)
+    batch, channels, full, _, _ = CELLS[cell]
+    side = min(full, 16)
     exact = calls(cell, torch.float64, training, device, 3.0, side, kind)["plain formula"]()
     error = {
         name: common.relative_error(call(), exact)
         for name, call in calls(cell, kind, training, device, 3.0, side).items()
     }
-    small = gflop_of_side(cell, side, training)
+    whole = gflop(batch, channels, full, training)
+    larger = whole / gflop(1, channels, side, training)
     trial = calls(cell, kind, training, device, 1.0, side)
     for call in trial.values():
         call()
-    reckoned = {n: common.once(c, device) * gflop(cell, training) / small for n, c in trial.items()}
+    reckoned = {n: common.once(c, device) * larger for n, c in trial.items()}
     timed = {
         name: call
         for name, call in calls(cell, kind, training, device, 1.0).items()
@@ -192,59 +196,33 @@ def measure(options: Any, cell: str, dtype: str, training: bool) -> dict[str, An
     return {
         "error": error,
         "seconds": common.interleaved(timed, options.seconds, device),
-        "gflop": gflop(cell, training),
+        "gflop": whole,
         "gemm": common.gemm_limit(kind, device),
     }
 
 
-def gflop_of_side(cell: str, side: int, training: bool) -> float:
-    batch, _, full, _, _ = CELLS[cell]
-    # Attention grows faster than its share here: reckoned times err on the low side only there.
-    return (
-        gflop(cell, training) / batch * (side / full) ** 2
-        if side < full
-        else gflop(cell, training) / batch
-    )
-
-
-def memory(options: Any) -> str:
-    """Peak bytes beyond input and output, as multiples of the input's."""
-    body = []
-    for cell in options.cells or ["1,512,128,32,1", "1,512,64,32,1", "8,256,32,32,8"]:
-        batch, channels, side, _, _ = CELLS[cell]
-        for dtype in options.dtype:
-            for mode in options.passes:
-                training = mode == "training"
-                size = batch * channels * side**2 * common.DTYPES[dtype].itemsize
-                names = ["regard", "diffusers", "MONAI", "MONAI flash", "plain formula"]
-                if dtype != "float32" and options.device == "cpu":
-                    names = names[:1]
-                peaks = []
-                for name in names:
-                    spec = {"cell": cell, "name": name, "dtype": dtype, "training": training}
-                    spec |= {"device": options.device, "threads": options.threads}
-                    # The output, and in training the map's gradient, are results.
-                    results = size * (2 if training else 1)
-                    peaks.append((common.peak_memory("benchmarks.pixel", spec) - results) / size)
-                shown = [f"{peak:.1f}" for peak in peaks] + ["—"] * (5 - len(peaks))
-                body.append([cell, dtype, mode, *shown])
-                print(*body[-1], flush=True)
-    header = ["batch, channels, side, groups, heads", "dtype", "pass", "regard", *PEERS]
-    return common.table(header, body)
+def times_input(cell: str, dtype: str, training: bool, peak: int) -> str:
+    """Peak memory beyond the map, the output and in training the map's gradient, in maps."""
+    batch, channels, side, _, _ = CELLS[cell]
+    size = batch * channels * side**2 * common.DTYPES[dtype].itemsize
+    return f"{peak / size - (2 if training else 1):.1f}"
 
 
 def main() -> None:
     options = common.parser(__doc__).parse_args()
     common.prepare(options)
+    what, everyone = "batch, channels, side, groups, heads", ("regard", *PEERS)
     if options.memory:
-        print(memory(options))
+        if not options.table:
+            cells = ["1,512,128,32,1", "1,512,64,32,1", "8,256,32,32,8"]
+            common.measure_memory("pixel", options, cells, everyone)
+        place = options.device, list(CELLS), what, everyone
+        print(common.memory_report("pixel", *place, times_input))
         return
     if not options.table:
         common.run("pixel", options, list(CELLS), measure)
     results = common.stored("pixel", options.device)
-    print(
-        common.report(results, list(CELLS), "batch, channels, side, groups, heads", PEERS, PEERS[0])
-    )
+    print(common.report(results, list(CELLS), what, PEERS, PEERS[0]))
     common.picture(results, list(CELLS), "pixel", PEERS)
 
 

@@ -105,17 +105,11 @@ def main() -> None:
     options = common.parser(__doc__).parse_args()
     common.prepare(options)
     if options.memory:
-        body = []
-        for cell in options.cells or list(BATCHES):
-            for mode in options.passes:
-                spec = {"cell": cell, "dtype": "float32", "training": mode == "training"}
-                spec |= {"device": options.device, "threads": options.threads}
-                peaks = [
-                    common.peak_memory("benchmarks.vit", spec | {"name": name})
-                    for name in ("regard", *PEERS)
-                ]
-                body.append([cell, mode, *(f"{peak / 2**20:.0f}" for peak in peaks)])
-        print(common.table(["batch", "pass", "regard, MiB", *PEERS], body))
+        everyone = ("regard", *PEERS)
+        if not options.table:
+            common.measure_memory("vit", options, list(BATCHES), everyone)
+        place = options.device, list(BATCHES), "batch", everyone
+        print("MiB\n\n" + common.memory_report("vit", *place, common.mebibytes))
         return
     if not options.table:
         common.run("vit", options, list(BATCHES), measure)
