@@ -427,7 +427,7 @@ def test_a_scripted_model_is_refused():
 
 @pytest.mark.parametrize("change", [accelerate, restore])
 def test_what_is_no_module_is_refused(change):
-    with pytest.raises(InputError, match="the model is a dict; give a torch.nn.Module"):
+    with pytest.raises(InputError, match=r"the model is a dict; give a torch\.nn\.Module"):
         change(dict(nn.Linear(2, 2).state_dict()))
 
 
