@@ -29,7 +29,7 @@ class PredictOptions:
     run: Path
     """A run folder, its model.safetensors, or an exported .onnx file."""
     inputs: tuple[str, ...]
-    """Images: files, folders, globs, manifests with a column path, zips, or hf:NAME_OR_PATH."""
+    """Images: files, folders, globs, manifests with a column path, zips, hf:NAME, stream:NAME."""
     out: Path
     """The file to write; its ending, .csv, .jsonl or .parquet, chooses the format."""
     top: int = 5
