@@ -31,6 +31,7 @@ STYLE = Html("""<style>
 .scroll { overflow-x: auto; } .multiples { display: grid; gap: .5rem; min-width: 46rem; }
 .multiples figure { padding: .35rem .4rem; } .multiples figcaption { font-size: .78rem; margin: 0; }
 .multiples svg { font-size: 15px; } .answer { max-width: 52rem; }
+.cards { grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); }
 .answer b { display: block; font-size: 1.15rem; line-height: 1.35; margin: .6rem 0 .3rem; }
 .wide th { white-space: normal; overflow-wrap: normal; vertical-align: bottom; }
 .wide td { white-space: nowrap; }

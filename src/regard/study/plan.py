@@ -15,7 +15,7 @@ OPTIMIZERS = ("adamw", "muon")
 DEFAULTS: dict[str, Any] = {
     "rates": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
     "seeds": 3,
-    "steps": 180,
+    "steps": 150,
     "batch_size": 64,
     "warmup": 0.1,
     "weight_decay": 0.05,
