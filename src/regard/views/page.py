@@ -39,10 +39,12 @@ p { margin: .4rem 0; max-width: 45rem; } .soft { color: var(--soft); }
 .cards span { color: var(--soft); font-size: .87rem; }
 figcaption { font-size: .9rem; margin-bottom: .3rem; }
 svg { display: block; width: 100%; height: auto; font: 13px system-ui, sans-serif; }
-.wide { overflow-x: auto; margin: .6rem 0; } .wide td { overflow-wrap: break-word; } details { margin: .6rem 0; }
+.wide { overflow-x: auto; margin: .6rem 0; } .wide td { overflow-wrap: break-word; }
+details { margin: .6rem 0; }
 table { border-collapse: collapse; font-size: .93rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .28rem .6rem; border-bottom: 1px solid var(--line); text-align: left; }
-th { font-weight: 600; } th, .n { white-space: nowrap; overflow-wrap: normal; } .n { text-align: right; }
+th { font-weight: 600; } th, .n { white-space: nowrap; overflow-wrap: normal; }
+.n { text-align: right; }
 td { min-width: 4rem; }
 .matrix table { border-collapse: separate; border-spacing: 2px; }
 .matrix th, .matrix td { border: 0; padding: .25rem .35rem; }
