@@ -293,6 +293,11 @@ def truncated_zip(path, ldm_state):
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def in_two_layouts(ldm_state):
+    other = convert(ldm_state, "ldm", "diffusers-old", rest="drop")
+    return ldm_state | {key: tensor.clone() for key, tensor in other.items()}
+
+
 HOSTILE = {
     "truncated.safetensors": (truncated, "is not a whole safetensors file"),
     "truncated.pt": (truncated_zip, "is not a whole file written by torch.save"),
@@ -308,10 +313,8 @@ HOSTILE = {
     ),
     "text.pt": (lambda path, state: path.write_text("hello"), "could run code|not a whole file"),
     "two.safetensors": (
-        lambda path, state: write_weights(
-            path, state | convert(state, "ldm", "diffusers-old", rest="drop")
-        ),
-        "misshapen|fit the layouts|not of the layout",
+        lambda path, state: write_weights(path, in_two_layouts(state)),
+        "fit the layouts diffusers-old and ldm: say which",
     ),
 }
 
