@@ -73,7 +73,7 @@ class InspectOptions:
     """Look at a dataset before training: counts, sizes, bad files, duplicates, leaks."""
 
     data: str
-    """A folder, a manifest, a zip, hf:NAME_OR_PATH or digits, as for train."""
+    """A folder, a manifest, a zip, hf:NAME_OR_PATH, stream:NAME_OR_PATH or digits, as for train."""
     out: Path = Path("inspect")
     """The folder for inspect.html and quarantine.json, which train --quarantine leaves out."""
     fit: Literal["stretch", "crop", "letterbox"] = "stretch"
