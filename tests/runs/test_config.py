@@ -116,6 +116,17 @@ def test_every_preset_makes_a_recipe():
         assert (got.preset, got.epochs) == (name, PRESETS[name].values["epochs"])
 
 
+def test_the_options_of_a_preset_are_those_of_its_model():
+    def options(**changes):
+        return recipe(preset="imagenet", **changes)[0].model_options
+
+    assert options() == {"qk_norm": "rms"}
+    assert options(model_options={"depth": 2}) == {"qk_norm": "rms", "depth": 2}
+    assert options(model_options={"qk_norm": "unit"}) == {"qk_norm": "unit"}
+    assert options(model="pixel-resnet-s") == {}
+    assert options(model="pixel-resnet-s", model_options={"depth": 1}) == {"depth": 1}
+
+
 def test_an_unknown_preset_names_the_nearest():
     with pytest.raises(InputError, match=r"there is no preset 'digit'; give one of digits, small-"):
         recipe(preset="digit")

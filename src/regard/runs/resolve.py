@@ -42,6 +42,12 @@ def new_recipe(
     if config.preset is None:
         notes.append(f"preset {name}, for this data (give --preset to choose another)")
     values = {**COMMON, **preset.values, **inherited, **asked, "preset": name}
+    if "model" in asked and asked["model"] != preset.values.get("model"):
+        values["model_options"] = asked.get("model_options", {})  # the preset's are of its model
+    elif "model" not in inherited:
+        values["model_options"] = {
+            **preset.values.get("model_options", {}), **asked.get("model_options", {})
+        }  # fmt: skip
     values["augment"] = dataclasses.replace(values.get("augment", Augment()), **augment)
     if "image_size" not in values:
         values["image_size"] = (side_for(data),) * 2
