@@ -37,9 +37,14 @@ def working_dtype(x: Tensor) -> torch.dtype:
     return product_dtype(x.dtype, x.device.type)
 
 
+def autocasts(device: str) -> bool:
+    """Whether autocast is on for a kind of device; there is none for "meta"."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
 def native_products(device: str) -> AbstractContextManager[None]:
     """Autocast off where its dtype would only slow products down; else nothing changes."""
-    if not torch.is_autocast_enabled(device):
+    if not autocasts(device):
         return nullcontext()
     dtype = torch.get_autocast_dtype(device)
     if product_dtype(dtype, device) == dtype:
@@ -52,7 +57,7 @@ def may_overwrite(*operands: Tensor) -> bool:
 
     Autocast casts the operands of a product, and not those of one that is written in place.
     """
-    if any(torch.is_autocast_enabled(x.device.type) for x in operands[:1]):
+    if any(autocasts(x.device.type) for x in operands[:1]):
         return False
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False

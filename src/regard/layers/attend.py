@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from regard import hardware
 from regard.layers.attend_choice import Choice, Problem, block_bytes
 from regard.layers.attend_function import (
     EagerKernelAttention,
@@ -69,7 +70,7 @@ def attend(
     if observers:
         options = {"scale": scale, "score_dtype": score_dtype, "kernel": kernel}
         return observers[-1](q, k, v, options)
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+    if isinstance(q, Tensor) and hardware.autocasts(q.device.type):
         operands = autocast(q, k, v)
         with torch.autocast(q.device.type, enabled=False):
             return attend(*operands, scale=scale, score_dtype=score_dtype, kernel=kernel)
@@ -108,7 +109,7 @@ def run(kernel: str, q: Tensor, k: Tensor, v: Tensor, scale: float, problem: Pro
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The operands in autocast's dtype where it is on, as torch's attention takes them."""
     device = q.device.type
-    if not torch.is_autocast_enabled(device):
+    if not hardware.autocasts(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
     cast = [x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v)]

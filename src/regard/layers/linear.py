@@ -1,12 +1,13 @@
 """Linear layers and layer norms that compute in their input's dtype, whatever their weights'."""
 
-import torch
 from torch import Tensor, nn
+
+from regard.hardware import autocasts
 
 
 def _as(value: Tensor | None, x: Tensor) -> Tensor | None:
     # Autocast casts by itself, and a cast before it would be one too many.
-    if value is None or value.dtype == x.dtype or torch.is_autocast_enabled(x.device.type):
+    if value is None or value.dtype == x.dtype or autocasts(x.device.type):
         return value
     return value.to(x.dtype)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.hardware import native_products, working_dtype
+from regard.hardware import autocasts, native_products, working_dtype
 from regard.layers.attend import attend
 from regard.layers.pixel_params import PixelParams
 from regard.layers.pixel_steps import add_projected, attend_packed, normed_tokens, project
@@ -103,12 +103,14 @@ def joining_pays(x: Tensor, num_heads: int) -> bool:
     if num_heads > 1 or working_dtype(x).itemsize < 4 or torch.compiler.is_exporting():
         return False
     b, c, h, w = x.shape
-    return b * h * w > c and not torch.is_autocast_enabled(x.device.type)
+    return b * h * w > c and not autocasts(x.device.type)
 
 
 def may_fold(x: Tensor) -> bool:
     """Whether folded weights may be used: nothing differentiates, traces or transforms."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if x.is_meta:  # there are no numbers to fold
         return False
     return not torch.is_grad_enabled()
 
