@@ -203,6 +203,8 @@ class RunFolder:
     def way_back(self) -> str:
         """How to go on from what is saved, in words."""
         steps = self.saved_steps()
+        if not self.path.exists():
+            return f"Its checkpoints went with it: {self.resume_command()} goes on from the last"
         if not steps:
             return "No checkpoint was written yet"
         return f"The checkpoint of step {steps[-1]} is whole: {self.resume_command()} goes on"
