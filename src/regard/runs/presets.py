@@ -68,7 +68,7 @@ PRESETS = {
         # Twelve passes take 3.9e14 multiplications and additions for 45,000 images of 32 × 32.
         source="whitened stem, alternating flips, small shifts, Muon at a high rate: airbench94 "
         "(Jordan 2024, arXiv 2404.00498); our figures are in docs/results.md",
-        minutes="an hour for 45,000 images on 2 cores without bfloat16; plan with --minutes",
+        minutes="an hour and a half for 45,000 images on 2 cores without bfloat16",
         score="not yet measured to its end",
         values={
             "model": "pixel-resnet-s",
