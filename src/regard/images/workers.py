@@ -2,6 +2,8 @@
 
 import itertools
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -56,10 +58,27 @@ def _from_processes(
         num_workers=workers,
         prefetch_factor=_AHEAD,
         collate_fn=_as_made,
+        worker_init_fn=_end_with_parent,
         multiprocessing_context=_context(),
         # DataLoader draws its workers' seeds from here; the global generator stays untouched.
         generator=torch.Generator(),
     )
+
+
+def _end_with_parent(worker: int) -> None:
+    """End this worker when the process it works for is gone, however that was killed.
+
+    DataLoader's own watch is on the process that forked the worker: the server, which lives as
+    long as its workers do.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_leave_after, args=(parent,), daemon=True).start()
+
+
+def _leave_after(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _as_made(made: Any) -> Any:
