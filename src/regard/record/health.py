@@ -41,6 +41,7 @@ def health(seen: Recording, model: nn.Module) -> dict[str, dict[str, float]]:
     only where the module norms queries and keys.
     """
     modules = dict(model.named_modules())
+    modules[type(model).__name__] = model  # the name of a model that is itself an attention
     rows: list[tuple[str, str]] = []
     values: list[Tensor] = []
     for name, attention in seen.items():
@@ -71,8 +72,11 @@ def qk_norms(module: nn.Module | None) -> tuple[nn.Module | None, nn.Module | No
     if isinstance(spec, Spec):
         paths = (spec.q_norm, spec.k_norm)
         q, k = (None if path is None else module.get_submodule(path) for path in paths)
-        return q, k
-    return getattr(module, "q_norm", None), getattr(module, "k_norm", None)
+        if q is not None or k is not None:
+            return q, k
+    # A module that is left alone has them under timm's names or under diffusers'.
+    q, k = (getattr(module, name, None) for name in ("q_norm", "k_norm"))
+    return q or getattr(module, "norm_q", None), k or getattr(module, "norm_k", None)
 
 
 @torch.no_grad()
