@@ -7,26 +7,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "src" / "regard"
 
-BASE = {"errors", "devices", "files"}
+BASE = {"errors", "devices", "files", "locks"}
 RUN_READERS = {"runs.folder", "runs.config", "runs.metrics"}
 ALLOWED = {
     "errors": set(),
     "devices": {"errors"},
     "files": {"errors"},
+    "locks": {"errors"},
     "hardware": set(),
     "layers": {"errors", "files", "hardware"},
     "foreign": {"errors", "files", "layers"},
     "record": {"errors", "files", "layers", "foreign"},
     "models": {"errors", "files", "hardware", "layers"},
     "weights": {"errors", "files", "layers", "models", "foreign"},
-    "images": {"errors", "files"},
+    "images": {"errors", "files", "locks"},
     "runs": {*BASE, "hardware", "images", "models", "record"},
     "views": {"errors", "devices", "files", "models", "record", "images", *RUN_READERS},
-    "deploy": {"errors", "devices", "files", "models", "record", "images", *RUN_READERS},
+    "deploy": {*BASE, "models", "record", "images", *RUN_READERS},
     "study": {
-        "errors",
-        "devices",
-        "files",
+        *BASE,
         "images",
         "layers",
         "models",

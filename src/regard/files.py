@@ -1,17 +1,15 @@
 """Safe reading and atomic writing; the only module that opens a weights file."""
 
 import contextlib
-import importlib
 import json
 import os
 import pickle
 import re
 import shutil
-import socket
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +21,9 @@ from torch import Tensor
 
 from regard.errors import InputError, nearest
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 PICKLED = (".pt", ".pth", ".ckpt", ".bin")
 INDEX = ".safetensors.index.json"
-LOCKED_BYTE = 1 << 30
+WINDOWS = os.name == "nt"
 
 
 @contextlib.contextmanager
@@ -81,45 +74,11 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def locked(path: Path, refusal: Callable[[str], str]) -> Iterator[None]:
-    """Hold the file `path` as a lock, which the system frees with the process.
-
-    Where another process holds it, `InputError` says `refusal` of that process, in words.
-    """
-    with path.open("a+") as handle:
-        try:
-            take_lock(handle.fileno())
-        except BlockingIOError:
-            handle.seek(0)
-            raise InputError(refusal(handle.read().strip() or "another process")) from None
-        handle.truncate(0)
-        handle.write(f"process {os.getpid()} on {socket.gethostname()}")
-        handle.flush()
-        yield
-
-
-def take_lock(handle: int) -> None:
-    """Lock an open file for this process until it closes it; BlockingIOError if another has."""
-    if fcntl is not None:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return
-    msvcrt: Any = importlib.import_module("msvcrt")
-    # Windows locks bytes, which nobody else can read then: one far behind the holder's name.
-    os.lseek(handle, LOCKED_BYTE, os.SEEK_SET)
-    try:
-        msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
-    except PermissionError as error:
-        raise BlockingIOError(*error.args) from None
-    finally:
-        os.lseek(handle, 0, os.SEEK_SET)
-
-
 def sync(path: Path) -> None:
     """Flush a file, or a directory's entries, to the disk."""
-    if fcntl is None and path.is_dir():
+    if WINDOWS and path.is_dir():
         return  # Windows opens no directory, and keeps its entries in order by itself
-    handle = os.open(path, os.O_RDONLY if fcntl is not None else os.O_RDWR)
+    handle = os.open(path, os.O_RDWR if WINDOWS else os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError:

@@ -5,6 +5,15 @@ import math
 import torch
 from torch import nn
 
+# What a small UNet2DModel of diffusers is built of, one attention on each way; its widths are the
+# test's own.
+UNET = {
+    "sample_size": 8,
+    "layers_per_block": 1,
+    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+    "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+}
+
 
 class AttnBlock(nn.Module):
     """latent-diffusion's: norm, q, k, v, proj_out as 1×1 convolutions, one head."""

@@ -20,16 +20,7 @@ C, HEADS = 64, 4
 
 def unet():
     diffusers = pytest.importorskip("diffusers")
-    return diffusers.UNet2DModel(
-        sample_size=8,
-        in_channels=3,
-        out_channels=3,
-        block_out_channels=(32, C),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=16,
-    )
+    return diffusers.UNet2DModel(**peers.UNET, block_out_channels=(32, C), attention_head_dim=16)
 
 
 def autoencoder():

@@ -31,14 +31,7 @@ def small_model():
 def unet():
     diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)
-    return diffusers.UNet2DModel(
-        sample_size=8,
-        block_out_channels=(32, 32),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=8,
-    )
+    return diffusers.UNet2DModel(**peers.UNET, block_out_channels=(32, 32), attention_head_dim=8)
 
 
 def vit():

@@ -16,7 +16,7 @@ from regard.images.data import Source
 from regard.images.digits import list_digits
 from regard.images.folder import PICTURE_SUFFIXES, FileSource, ZipSource
 from regard.images.hub import hub_pictures
-from regard.images.manifest import MANIFEST_SUFFIXES
+from regard.images.manifest import MANIFEST_SUFFIXES, delimiter, is_parquet
 from regard.images.stream import stream_pictures
 
 
@@ -133,7 +133,7 @@ def is_picture(path: str) -> bool:
 
 def listed_in(manifest: Path) -> Iterator[str]:
     """The column path of a manifest; paths are relative to its folder."""
-    rows = parquet_paths(manifest) if manifest.suffix.lower() == ".parquet" else csv_paths(manifest)
+    rows = parquet_paths(manifest) if is_parquet(manifest) else csv_paths(manifest)
     for number, path in enumerate(rows, start=1):
         if not path:
             raise InputError(f"{manifest} has no path in its picture {number}; fill it in")
@@ -144,9 +144,7 @@ def csv_paths(manifest: Path) -> Iterator[str]:
     """The column path of a CSV or TSV file."""
     try:
         with open(manifest, newline="", encoding="utf-8-sig") as file:
-            rows = csv.DictReader(
-                file, delimiter="\t" if manifest.suffix.lower() == ".tsv" else ","
-            )
+            rows = csv.DictReader(file, delimiter=delimiter(manifest))
             check_column(manifest, list(rows.fieldnames or []))
             yield from ((row["path"] or "").strip() for row in rows)
     except (UnicodeDecodeError, csv.Error) as error:

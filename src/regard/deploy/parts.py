@@ -15,7 +15,8 @@ from typing import Any
 
 from regard.deploy.rows import Columns, Row, format_of, join
 from regard.errors import InputError, RegardError
-from regard.files import atomic_write, locked, read_json, write_json
+from regard.files import atomic_write, read_json, write_json
+from regard.locks import locked
 
 ROWS = 2048
 SECONDS = 30.0

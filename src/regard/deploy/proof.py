@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from regard.deploy.facts import FileFacts
 from regard.deploy.runners import ModuleRunner, Runner
 from regard.errors import InputError, RegardError
-from regard.images import Preprocess, Split, UnreadableImage
+from regard.images import Preprocess, Split, readable
 
 BATCH = 32
 OTHER_BATCH = 5
@@ -134,11 +134,8 @@ def batches(split: Split, most: int) -> Iterator[tuple[list[Tensor], Tensor]]:
     positions = np.unique(np.linspace(0, len(split) - 1, min(most, len(split))).round().astype(int))
     for start in range(0, len(positions), BATCH):
         pictures, labels = [], []
-        for position in positions[start : start + BATCH].tolist():
-            try:
-                pictures.append(split.read(position))
-            except UnreadableImage:
-                continue
+        for position, picture in readable(split, positions[start : start + BATCH].tolist()):
+            pictures.append(picture)
             labels.append(int(split.labels[position]))
         if pictures:
             yield pictures, torch.tensor(labels)

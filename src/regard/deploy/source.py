@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.deploy.facts import digest
 from regard.errors import InputError
-from regard.images import Split, UnreadableImage, open_data
+from regard.images import Split, open_data, readable
 from regard.runs.config import RunConfig
 from regard.runs.folder import RunFolder
 
@@ -39,11 +39,8 @@ class Source:
 
     def example(self) -> Tensor:
         """The first validation image that can be read, uint8 (c, H, W)."""
-        for position in range(len(self.split)):
-            try:
-                return self.split.read(position)
-            except UnreadableImage:
-                continue
+        for _, picture in readable(self.split, range(len(self.split))):
+            return picture
         raise InputError(f"no image of {self.proven_on} can be read; restore them, or give --data")
 
 

@@ -3,7 +3,7 @@
 from regard.images.augment import Augment
 from regard.images.batch import Batch
 from regard.images.batches import TrainBatches, eval_batches
-from regard.images.data import Data, Split
+from regard.images.data import Data, Split, readable
 from regard.images.decode import UnreadableImage, decode, to_channels
 from regard.images.inspection import Inspection, inspect_data, read_quarantine
 from regard.images.inspection_page import write_inspection_page
@@ -28,6 +28,7 @@ __all__ = [
     "open_data",
     "pixel_statistics",
     "read_quarantine",
+    "readable",
     "remember",
     "to_channels",
     "write_inspection_page",

@@ -4,13 +4,14 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from regard.errors import RegardError
 from regard.files import atomic_write
+from regard.locks import waiting
 
 _SUFFIX = ".block"
 _LOCKS = 64
@@ -100,13 +101,3 @@ def read_row(handle: int, row: int) -> Row:
     if length < 0:
         return os.pread(handle, -1 - length, place).decode()
     return os.pread(handle, length, place)
-
-
-@contextlib.contextmanager
-def waiting(lock: Path) -> Iterator[None]:
-    """Hold a file as a lock, after whoever holds it now."""
-    import fcntl
-
-    with lock.open("a") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield

@@ -1,6 +1,7 @@
 """What every source becomes: classes, and splits of labelled pictures."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,16 @@ class Source:
         return np.unique(np.linspace(0, len(items) - 1, min(count, len(items))).astype(int))
 
 
+def readable(split: "Split", positions: Iterable[int]) -> Iterator[tuple[int, Tensor]]:
+    """(position, picture) for each of these positions of a split whose picture can be read."""
+    for position in positions:
+        try:
+            picture = split.read(position)
+        except UnreadableImage:
+            continue
+        yield position, picture
+
+
 class Split:
     """Labelled pictures: positions 0 … len - 1 into a source; labels 0 … num_classes - 1."""
 
@@ -134,6 +145,16 @@ class Data:
     channels: int
     rule: dict[str, Any]
     notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def usual_side(self) -> int:
+        """The median of the shorter sides of some 32 training pictures, in pixels."""
+        split = self.splits["train"]
+        some = range(0, len(split), max(1, len(split) // 32))
+        sides = sorted(min(picture.shape[-2:]) for _, picture in readable(split, some))
+        if not sides:
+            raise InputError(f"none of {len(some)} training images of {self.name} could be read")
+        return sides[len(sides) // 2]
 
     def record(self) -> dict[str, Any]:
         """What `open_data(…, record=…)` needs to make these splits again; JSON-ready."""

@@ -70,16 +70,24 @@ def _split(path: Path, row: Row) -> str:
     return ALIASES[split.lower()] if split else ""
 
 
+def is_parquet(manifest: Path) -> bool:
+    """Whether a manifest is a Parquet file, by its ending; else it is text."""
+    return manifest.suffix.lower() == ".parquet"
+
+
+def delimiter(manifest: Path) -> str:
+    """What stands between the columns of a text manifest."""
+    return "\t" if manifest.suffix.lower() == ".tsv" else ","
+
+
 def _rows(path: Path, notes: list[str]) -> Iterator[Row]:
-    return (
-        _parquet_rows(path, notes) if path.suffix.lower() == ".parquet" else _csv_rows(path, notes)
-    )
+    return _parquet_rows(path, notes) if is_parquet(path) else _csv_rows(path, notes)
 
 
 def _csv_rows(path: Path, notes: list[str]) -> Iterator[Row]:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+            reader = csv.DictReader(file, delimiter=delimiter(path))
             _check_columns(path, list(reader.fieldnames or []), notes)
             for row in reader:
                 values = [(row.get(column) or "").strip() for column in _COLUMNS]

@@ -3,8 +3,7 @@
 import numpy as np
 
 from regard.errors import InputError
-from regard.images.data import Split
-from regard.images.decode import UnreadableImage
+from regard.images.data import Split, readable
 
 
 def pixel_statistics(
@@ -17,11 +16,8 @@ def pixel_statistics(
     """
     channels = split.source.channels
     count, total, squares = 0, np.zeros(channels), np.zeros(channels)
-    for i in split.sample(sample).tolist():
-        try:
-            picture = split.read(i).numpy().reshape(channels, -1)
-        except UnreadableImage:
-            continue
+    for _, image in readable(split, split.sample(sample).tolist()):
+        picture = image.numpy().reshape(channels, -1)
         # exact: float64 holds such sums of integers without rounding
         values = picture.astype(np.float64)
         count += values.shape[1]

@@ -16,7 +16,7 @@ from regard.layers.patches import check_divisible, keep_some, patchify
 from regard.layers.positions import check_position_dim, sincos_2d_once
 from regard.layers.qk_norm import Form, check_form
 from regard.layers.transformer import Block
-from regard.models.mirror import mean_of_mirrored, with_mirrored
+from regard.models.mirror import answered
 
 Size = int | tuple[int, int]
 Stem = Literal["patch", "conv"]
@@ -219,8 +219,10 @@ class SimpleViT(nn.Module):
 
         They have the images' dtype, under autocast too.
         """
-        mirror = self.test_flips and not self.training and self.classifier is not None
         with native_products(images.device.type):
-            out = self._features(with_mirrored(images) if mirror else images)
-            out = out if self.classifier is None else self.classifier(out)
-            return (mean_of_mirrored(out) if mirror else out).to(images.dtype)
+            return answered(self, self._answer, images).to(images.dtype)
+
+    def _answer(self, images: Tensor) -> Tensor:
+        """`forward` of these images alone, in the dtype to compute in."""
+        features = self._features(images)
+        return features if self.classifier is None else self.classifier(features)

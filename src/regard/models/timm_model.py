@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from regard.errors import InputError, MissingExtraError, nearest
 from regard.layers.checks import check_images, count, pair
-from regard.models.mirror import mean_of_mirrored, with_mirrored
+from regard.models.mirror import answered
 
 
 class TimmModel(nn.Module):
@@ -72,9 +72,7 @@ class TimmModel(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Logits (b, num_classes), or features (b, dim) where num_classes is None."""
         check_images(images, self.channels)
-        if self.test_flips and not self.training and self.num_classes is not None:
-            return mean_of_mirrored(self.model(with_mirrored(images)))
-        return self.model(images)
+        return answered(self, self.model, images)
 
 
 def build(name: str, image_size: tuple[int, int], arguments: dict[str, Any]) -> nn.Module:

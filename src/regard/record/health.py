@@ -40,8 +40,8 @@ def health(seen: Recording, model: nn.Module) -> dict[str, dict[str, float]]:
     q_gain, k_gain: root mean square of the norm's gain over heads and channels, 1 at the start;
     only where the module norms queries and keys.
     """
-    modules = dict(model.named_modules())
-    modules[type(model).__name__] = model  # the name of a model that is itself an attention
+    # As a recording names them: by path, or a model that is itself an attention by its class.
+    modules = {path or type(model).__name__: module for path, module in model.named_modules()}
     rows: list[tuple[str, str]] = []
     values: list[Tensor] = []
     for name, attention in seen.items():

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from regard.errors import InputError, RegardError
-from regard.files import locked, read_json, read_weights, write_json, write_text, write_weights
+from regard.files import read_json, read_weights, write_json, write_text, write_weights
 from regard.images import Data, open_data
+from regard.locks import locked
 from regard.models.create import create
 from regard.runs.config import RunConfig
 
@@ -202,9 +203,9 @@ class RunFolder:
 
     def way_back(self) -> str:
         """How to go on from what is saved, in words."""
-        steps = self.saved_steps()
         if not self.path.exists():
             return f"Its checkpoints went with it: {self.resume_command()} goes on from the last"
+        steps = self.saved_steps()
         if not steps:
             return "No checkpoint was written yet"
         return f"The checkpoint of step {steps[-1]} is whole: {self.resume_command()} goes on"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import InputError
-from regard.images import Data, Preprocess, UnreadableImage
+from regard.images import Data, Preprocess, readable
 from regard.record import attention_health
 
 COUNT = 8
@@ -72,10 +72,6 @@ def health_probe(
 def some_images(data: Data, preprocess: Preprocess) -> Tensor | None:
     """Up to `COUNT` val images (b, c, h, w), spread evenly; None if none can be read."""
     split = data.splits["val"]
-    images = []
-    for i in split.sample(COUNT).tolist():
-        try:
-            images.append(preprocess(split.read(i)))
-        except UnreadableImage:
-            continue  # named by the scan, and by the evaluation that meets it
+    # What cannot be read is named by the scan, and by the evaluation that meets it.
+    images = [preprocess(picture) for _, picture in readable(split, split.sample(COUNT).tolist())]
     return torch.stack(images) if images else None

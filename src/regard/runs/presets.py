@@ -158,21 +158,4 @@ def model_for(side: int) -> str:
 
 def side_for(data: Data) -> int:
     """32, 64 or 128 pixels, the nearest below the usual shorter side of the training images."""
-    split = data.splits["train"]
-    some = range(0, len(split), max(1, len(split) // 32))
-    sides = sorted(min(picture.shape[-2:]) for picture in readable(split, some))
-    if not sides:
-        raise InputError(f"none of {len(some)} training images of {data.name} could be read")
-    usual = sides[len(sides) // 2]
-    return 128 if usual >= 128 else 64 if usual >= 64 else 32
-
-
-def readable(split: Any, positions: Any) -> Any:
-    """The pictures at these positions that can be read."""
-    from regard.images import UnreadableImage
-
-    for i in positions:
-        try:
-            yield split.read(i)
-        except UnreadableImage:
-            continue
+    return 128 if data.usual_side >= 128 else 64 if data.usual_side >= 64 else 32

@@ -5,10 +5,12 @@ A model with `initialise_from(images)` is given them before its first step, and 
 data alone, so it is the same for every process and after a resume.
 """
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 
-from regard.images import Data, Preprocess, UnreadableImage
+from regard.images import Data, Preprocess, readable
 
 COUNT = 2048
 
@@ -18,13 +20,8 @@ def reference_images(model: nn.Module, data: Data, preprocess: Preprocess) -> Te
     if not (hasattr(model, "initialise_from") or hasattr(model, "calibrate")):
         return None
     split = data.splits["train"]
-    images = []
     spread = range(0, len(split), max(1, len(split) // COUNT))
-    for i in split.sample(COUNT).tolist() if split.source.streamed else spread:
-        try:
-            images.append(preprocess(split.read(i)))
-        except UnreadableImage:
-            continue  # named by the scan, and by the batch that meets it
-        if len(images) == COUNT:
-            break
-    return torch.stack(images)
+    positions = split.sample(COUNT).tolist() if split.source.streamed else spread
+    # What cannot be read is named by the scan, and by the batch that meets it.
+    found = itertools.islice(readable(split, positions), COUNT)
+    return torch.stack([preprocess(picture) for _, picture in found])

@@ -61,11 +61,12 @@ class Reporter:
 
     def step(self, done: int, numbers: dict[str, float]) -> None:
         """Move the bar; `numbers` are shown beside it."""
+        if self._bar is None and time.monotonic() - self._spoken <= SILENCE:
+            return
         words = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
         if self._bar is not None:
             self._bar.update(self._task, completed=done, numbers=words)
-        elif time.monotonic() - self._spoken > SILENCE:
-            self.milestone(done, words)
+        self.milestone(done, words)
 
     def milestone(self, done: int, words: str) -> None:
         """A line with the time left, where there is no bar to show it."""

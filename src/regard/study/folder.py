@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from regard.errors import InputError
-from regard.files import locked, read_json, write_json
+from regard.files import read_json, write_json
+from regard.locks import locked
 from regard.study.plan import Grid, Run, Settings
 
 

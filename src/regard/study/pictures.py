@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.errors import InputError
 from regard.files import atomic_write
-from regard.images import Data, Preprocess, Split, UnreadableImage
+from regard.images import Data, Preprocess, Split, readable
 from regard.images.keys import SPLIT, key
 
 
@@ -65,14 +65,10 @@ def read_pictures(
 def read_split(split: Split, preprocess: Preprocess, most: int) -> tuple[Tensor, Tensor, int]:
     """Images, labels and the number of images that could not be read."""
     order = np.argsort(key(SPLIT, np.arange(len(split))), kind="stable")[:most]
-    images, labels, lost = [], [], 0
-    for i in np.sort(order).tolist():
-        try:
-            images.append(preprocess.shown(split.read(i)))
-        except UnreadableImage:
-            lost += 1
-        else:
-            labels.append(int(split.labels[i]))
+    images, labels = [], []
+    for i, picture in readable(split, np.sort(order).tolist()):
+        images.append(preprocess.shown(picture))
+        labels.append(int(split.labels[i]))
     shape = (0, preprocess.channels, *preprocess.size)
     stacked = torch.stack(images) if images else torch.empty(shape, dtype=torch.uint8)
-    return stacked, torch.tensor(labels, dtype=torch.int64), lost
+    return stacked, torch.tensor(labels, dtype=torch.int64), len(order) - len(images)
