@@ -6,6 +6,7 @@ long the look page of a 12-layer, 6-head model takes to answer a pointer move in
 """
 
 import contextlib
+import functools
 import shutil
 import tempfile
 from pathlib import Path
@@ -21,15 +22,23 @@ from regard.record import attention_health, record
 REDUCTIONS = ("received", "entropy", "largest_logit")
 
 
+@functools.cache
+def built(system: str, dtype: torch.dtype, device: str) -> torch.nn.Module:
+    """One model for plain and recorded: two copies differ by percents, by where they lie."""
+    model: torch.nn.Module = (
+        create("simple-vit-s/16", num_classes=1000)
+        if system == "vit"
+        else PixelAttention(64, num_heads=1, num_groups=8)
+    )
+    return model.eval().to(device, dtype)
+
+
 def forward(kind: str, batch: int, dtype: torch.dtype, device: str) -> common.Call:
     """A forward, plain or recorded, of "vit" or "pixel"."""
     system, _, how = kind.partition(" ")
-    if system == "vit":
-        model = create("simple-vit-s/16", num_classes=1000).eval().to(device, dtype)
-        images = torch.randn(batch, 3, 224, 224, device=device, dtype=dtype)
-    else:
-        model = PixelAttention(64, num_heads=1, num_groups=8).eval().to(device, dtype)
-        images = torch.randn(batch, 64, 128, 128, device=device, dtype=dtype)
+    model = built(system, dtype, device)
+    shape = (3, 224, 224) if system == "vit" else (64, 128, 128)
+    images = torch.randn(batch, *shape, device=device, dtype=dtype)
     options: dict[str, Any] = {
         "reductions": {"keep": REDUCTIONS},
         "weights": {"keep": "weights"},

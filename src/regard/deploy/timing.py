@@ -24,9 +24,11 @@ class Latency:
 def interleaved(
     functions: Mapping[str, Callable[[Any], Any]], value: Any, seconds: float = SECONDS
 ) -> dict[str, Latency]:
-    """Time f(value) of each function in rounds of one call each, until `seconds` have passed.
+    """Time f(value) of each function in rounds, until `seconds` have passed.
 
-    A round is the same moment for all, so what else the machine does falls on all alike.
+    A round is the same moment for all, so what else the machine does falls on all alike. Each
+    call that is timed follows one of the same function that is not: a runtime's threads go on
+    spinning for a while after their last call, and would slow whichever other one comes next.
     """
     for function in functions.values():
         function(value)
@@ -35,6 +37,7 @@ def interleaved(
     while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and time.perf_counter() < until):
         taken = {}
         for name, function in functions.items():
+            function(value)
             start = time.perf_counter()
             function(value)
             taken[name] = time.perf_counter() - start

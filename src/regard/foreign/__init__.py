@@ -5,8 +5,8 @@ that description with the module's own layers. Letters: b batch, c channels, n t
 width of a head.
 """
 
-from regard.foreign.follow import is_map, merge, project
+from regard.foreign.follow import is_map, layer_at, merge, project
 from regard.foreign.recognise import recognise
 from regard.foreign.spec import Left, Spec
 
-__all__ = ["Left", "Spec", "is_map", "merge", "project", "recognise"]
+__all__ = ["Left", "Spec", "is_map", "layer_at", "merge", "project", "recognise"]

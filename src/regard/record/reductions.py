@@ -45,15 +45,16 @@ def reduce_call(call: Call, keep: Iterable[str], scratch: Scratch) -> dict[str, 
     if "received" in kinds:
         out["received"] = like.new_zeros(b, g, m)
     tops, totals, dots = like.new_empty(3, b, g, n).unbind()
-    for images, heads, rows, logits in call.blocks(scratch, math.log2(math.e)):
-        top = torch.amax(logits, -1, out=tops[images, heads, rows])
+    for *part, logits in call.blocks(scratch, math.log2(math.e)):
+        images, heads, rows = where = tuple(part)
+        top = torch.amax(logits, -1, out=tops[where])
         if kinds == {"largest_logit"}:
             continue
         shifted = logits.sub_(top[..., None])
         e = torch.exp2(shifted, out=scratch.take("e", tuple(shifted.shape), shifted))
-        total = torch.sum(e, -1, out=totals[images, heads, rows])
+        total = torch.sum(e, -1, out=totals[where])
         if "entropy" in kinds:
-            torch.sum(shifted.mul_(e), -1, out=dots[images, heads, rows])
+            torch.sum(shifted.mul_(e), -1, out=dots[where])
         if "received" in kinds:
             # Σ_i e_ij / l_i as a product, which takes one reading of e
             sums = out["received"][images, heads].view(-1, 1, m)
@@ -61,7 +62,7 @@ def reduce_call(call: Call, keep: Iterable[str], scratch: Scratch) -> dict[str, 
         if "weights" in kinds or "mean" in kinds:
             weights = e.div_(total[..., None])
             if "weights" in kinds:
-                out["weights"][images, heads, rows] = weights
+                out["weights"][where] = weights
             if "mean" in kinds:
                 out["mean"][images, rows] += weights.sum(1) / g
     if "received" in kinds:

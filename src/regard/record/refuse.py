@@ -16,9 +16,10 @@ WINDOWED = ("ShiftedWindowAttention", "ShiftedWindowAttentionV2", "WindowAttenti
 def check_readable(model: nn.Module) -> None:
     """Refuse a model whose attention cannot be seen from outside or is over windows."""
     for name, module in model.named_modules():
-        where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        kind = type(module).__name__
+        where = f"{name} ({kind})" if name else kind
         # By name: torch._dynamo takes a second to import where nothing is compiled.
-        compiled = type(module).__name__ == "OptimizedModule"
+        compiled = kind == "OptimizedModule"
         if compiled or getattr(module, "_compiled_call_impl", None) is not None:
             raise InputError(
                 f"{where} is compiled, and what happens inside cannot be recorded; record the "
@@ -29,7 +30,7 @@ def check_readable(model: nn.Module) -> None:
                 f"{where} is a TorchScript module, which cannot be recorded; give the model it "
                 "was made from"
             )
-        if type(module).__name__ in WINDOWED:
+        if kind in WINDOWED:
             raise InputError(
                 f"{where} attends within shifted windows, so that its weights form no map of the "
                 "image; it cannot be recorded. Record a model with global attention"
@@ -68,8 +69,8 @@ class Layers:
         for position in self.positions:
             if isinstance(position, bool) or not isinstance(position, int):
                 raise InputError(f"layers has {position!r}; give names or integers")
-        names = [name or type(model).__name__ for name, _ in model.named_modules()]
         for pattern in self.patterns:
+            names = [name or type(model).__name__ for name, _ in model.named_modules()]
             if not any(matches(name, pattern) for name in names):
                 raise InputError(
                     f"{type(model).__name__} has no layer {pattern!r} ({nearest(pattern, names)})"

@@ -1,6 +1,7 @@
 """Sees every attention a model computes, and says which module computed it."""
 
 import contextlib
+import functools
 import math
 import re
 import threading
@@ -49,10 +50,8 @@ class Watch(TorchFunctionMode):
         self.grid = grid
         modules = [(m, name or type(model).__name__) for name, m in model.named_modules()]
         self.names = {m: name for m, name in modules if m is model or not is_plain(m)}
-        self._needs_mode = any(
-            package(m) not in ("torch", "regard") or getattr(m, "writes_softmax", False)
-            for m, _ in modules
-        )
+        classes: set[Any] = {type(m) for m, _ in modules}
+        self._needs_mode = any(needs_mode(cls) for cls in classes)
         self._like = {m for m in self.names if ATTENTION_LIKE.search(type(m).__name__)}
         self._thread = threading.get_ident()
         self.called = False
@@ -182,16 +181,28 @@ class Watch(TorchFunctionMode):
         return self._layouts[key]
 
 
-def package(module: nn.Module) -> str:
+def package(cls: type[nn.Module]) -> str:
     """The top-level package of a module's class."""
-    return type(module).__module__.partition(".")[0]
+    return cls.__module__.partition(".")[0]
+
+
+@functools.cache
+def needs_mode(cls: type[nn.Module]) -> bool:
+    """Whether modules of a class may attend by functions that only a mode sees."""
+    return package(cls) not in ("torch", "regard") or getattr(cls, "writes_softmax", False)
 
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a module has no parts and neither attends nor says what the grid is."""
-    if next(module.children(), None) is not None or isinstance(module, nn.Conv2d):
-        return False
-    return package(module) == "torch" or isinstance(module, (nn.Linear, nn.LayerNorm))
+    cls: Any = type(module)
+    return not module._modules and is_plain_leaf(cls)
+
+
+@functools.cache
+def is_plain_leaf(cls: type[nn.Module]) -> bool:
+    """`is_plain` of modules of a class that have no parts."""
+    plain = package(cls) == "torch" or issubclass(cls, (nn.Linear, nn.LayerNorm))
+    return plain and not issubclass(cls, nn.Conv2d)
 
 
 def map_size(x: Tensor) -> tuple[int, int]:

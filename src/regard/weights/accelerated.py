@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from regard.foreign import Spec, is_map, merge, project
+from regard.foreign import Spec, is_map, layer_at, merge, project
 from regard.layers.attend import attend
 from regard.layers.pixel_attention import attend_pixels
 from regard.layers.pixel_fold import FoldCache, attend_folded, may_fold
@@ -110,7 +110,7 @@ def covers(module: nn.Module, spec: Spec, x: Tensor) -> bool:
     if spec.takes != "map" and x.ndim != 3 and not is_map(spec, x):
         return False
     for name in spec.bypassed:
-        layer = module.get_submodule(name)
+        layer = layer_at(module, name)
         if is_hooked(layer) or (isinstance(layer, nn.Dropout) and layer.training and layer.p > 0):
             return False
     return True
@@ -133,7 +133,7 @@ def compute_once(module: nn.Module, spec: Spec, x: Tensor, fold: FoldCache) -> T
     if params is None:
         q, k, v = project(module, spec, x)
         return merge(module, spec, attend(q, k, v, scale=spec.scale), x)
-    norm: Any = module.get_submodule(spec.norm or "")
+    norm: Any = layer_at(module, spec.norm or "")
     groups, heads, eps = norm.num_groups, spec.num_heads, norm.eps
     pixels = x if x.ndim == 4 else x.flatten(2).unsqueeze(3)
     if may_fold(x) and not module.training and keeps_memory(spec):
@@ -153,11 +153,11 @@ def pixel_params(module: nn.Module, spec: Spec) -> PixelParams | None:
     """The ten parameters of a module that is a pixel block of plain layers, else None."""
     if spec.norm is None or spec.q_norm is not None or spec.k_norm is not None:
         return None
-    norm: Any = module.get_submodule(spec.norm)
+    norm: Any = layer_at(module, spec.norm)
     if not is_plain_norm(norm):
         return None
-    layers: list[Any] = [module.get_submodule(name) for name in (*spec.qkv, spec.out[0])]
-    rest = [module.get_submodule(name) for name in spec.out[1:]]
+    layers: list[Any] = [layer_at(module, name) for name in (*spec.qkv, spec.out[0])]
+    rest = [layer_at(module, name) for name in spec.out[1:]]
     if not all(map(is_plain, layers)) or not all(map(is_nothing, rest)):
         return None
     channels = norm.num_channels
