@@ -65,6 +65,14 @@ def test_several_pictures_get_an_index_and_a_measurement(run, pictures, tmp_path
         assert 0 < areas["insertion"] < 1
 
 
+def test_pictures_are_not_written_over(run, pictures):
+    before = pictures[0].read_bytes()
+    with pytest.raises(InputError, match="a b.png and a b-heads.png would be written"):
+        look(LookOptions(run=run, images=(pictures[0],), out=pictures[0].parent / "."))
+    assert pictures[0].read_bytes() == before
+    assert "look.html" not in names(pictures[0].parent)
+
+
 def test_what_is_not_there_is_refused(run, pictures, tmp_path):
     def refused(match, error=InputError, images=(pictures[0],), **options):
         with pytest.raises(error, match=match):

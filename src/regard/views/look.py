@@ -64,6 +64,8 @@ def look(options: LookOptions) -> LookResult:
     if not options.images:
         raise InputError("no pictures came; give one picture file or more")
     folder = RunFolder.open(options.run)
+    out = options.out or folder.path / "look"
+    check_apart(out, options.images)
     config = folder.config()
     model = folder.load_model(pick_device(options.device))
     pictures = [read_picture(path, config.preprocess) for path in options.images]
@@ -73,7 +75,6 @@ def look(options: LookOptions) -> LookResult:
     measured = None
     if options.faithfulness:
         measured = measure(model, torch.stack([one.input for one in pictures]))
-    out = options.out or folder.path / "look"
     out.mkdir(parents=True, exist_ok=True)
     names = distinct(path.stem for path in options.images)
     written: list[Path] = []
@@ -84,6 +85,16 @@ def look(options: LookOptions) -> LookResult:
     if len(looks) > 1:
         write_text(out / "look.html", index(names, looks))
     return LookResult(out / "look.html", tuple(written), measured)
+
+
+def check_apart(out: Path, pictures: tuple[Path, ...]) -> None:
+    """Refuse to write into the folder of a picture, whose name one of the files has."""
+    for path in pictures:
+        if path.resolve().parent == out.resolve():
+            raise InputError(
+                f"{path} is in {out}, where {path.stem}.png and {path.stem}-heads.png would be "
+                "written, perhaps over your own; give another --out"
+            )
 
 
 def read_picture(path: Path, preprocess: Preprocess) -> Picture:
