@@ -67,7 +67,7 @@ def test_several_pictures_get_an_index_and_a_measurement(run, pictures, tmp_path
 
 def test_pictures_are_not_written_over(run, pictures):
     before = pictures[0].read_bytes()
-    with pytest.raises(InputError, match="a b.png and a b-heads.png would be written"):
+    with pytest.raises(InputError, match=r"a b\.png and a b-heads\.png would be written"):
         look(LookOptions(run=run, images=(pictures[0],), out=pictures[0].parent / "."))
     assert pictures[0].read_bytes() == before
     assert "look.html" not in names(pictures[0].parent)
