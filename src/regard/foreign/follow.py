@@ -1,6 +1,5 @@
 """An attention module's computation before and after `attend`, by its description."""
 
-import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,7 +55,6 @@ def split_heads(parts: list[Tensor], spec: Spec) -> list[Tensor]:
     return list(parts[0].unflatten(2, sizes).permute(axes).unbind(0))
 
 
-@functools.cache
 def split_axes(order: str, num_heads: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What packed channels are unflattened to, and the order that makes (qkv, b, g, n, d) of it."""
     axes = order.split()
