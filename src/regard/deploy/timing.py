@@ -30,8 +30,6 @@ def interleaved(
     call that is timed follows one of the same function that is not: a runtime's threads go on
     spinning for a while after their last call, and would slow whichever other one comes next.
     """
-    for function in functions.values():
-        function(value)
     rounds: list[dict[str, float]] = []
     until = time.perf_counter() + seconds
     while len(rounds) < LEAST_ROUNDS or (len(rounds) < MOST_ROUNDS and time.perf_counter() < until):

@@ -45,8 +45,8 @@ def reduce_call(call: Call, keep: Iterable[str], scratch: Scratch) -> dict[str, 
     if "received" in kinds:
         out["received"] = like.new_zeros(b, g, m)
     tops, totals, dots = like.new_empty(3, b, g, n).unbind()
-    for *part, logits in call.blocks(scratch, math.log2(math.e)):
-        images, heads, rows = where = tuple(part)
+    for images, heads, rows, logits in call.blocks(scratch, math.log2(math.e)):
+        where = images, heads, rows
         top = torch.amax(logits, -1, out=tops[where])
         if kinds == {"largest_logit"}:
             continue

@@ -69,8 +69,9 @@ class Layers:
         for position in self.positions:
             if isinstance(position, bool) or not isinstance(position, int):
                 raise InputError(f"layers has {position!r}; give names or integers")
+        listed = model.named_modules() if self.patterns else ()
+        names = [name or type(model).__name__ for name, _ in listed]
         for pattern in self.patterns:
-            names = [name or type(model).__name__ for name, _ in model.named_modules()]
             if not any(matches(name, pattern) for name in names):
                 raise InputError(
                     f"{type(model).__name__} has no layer {pattern!r} ({nearest(pattern, names)})"
