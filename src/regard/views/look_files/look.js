@@ -68,15 +68,35 @@
     return best;
   }
 
-  function paint(canvas, map) {
+  /** Writes a map's colours into `pixels`, rows of `stride`, from `start`; returns its maximum. */
+  function colour(pixels, stride, start, map) {
     const [h, w] = map.grid, top = Math.max(map.values[peakOf(map.values)], 1e-30);
-    canvas.width = w;
-    canvas.height = h;
-    const context = canvas.getContext("2d"), image = context.createImageData(w, h);
-    const pixels = new Uint32Array(image.data.buffer);
-    for (let j = 0; j < w * h; j++) pixels[j] = PIXELS[Math.round(255 * map.values[j] / top)];
-    context.putImageData(image, 0, 0);
+    for (let y = 0; y < h; y++) {
+      for (let x = 0; x < w; x++) {
+        pixels[start + y * stride + x] = PIXELS[Math.round(255 * map.values[y * w + x] / top)];
+      }
+    }
     return top;
+  }
+
+  /** Gives a canvas a size, which clears it, or clears it: a new size takes new memory. */
+  function blank(canvas, w, h) {
+    const context = canvas.getContext("2d");
+    if (canvas.width !== w || canvas.height !== h) {
+      canvas.width = w;
+      canvas.height = h;
+    } else {
+      context.setTransform(1, 0, 0, 1, 0, 0);
+      context.clearRect(0, 0, w, h);
+    }
+    return context;
+  }
+
+  function paint(canvas, map) {
+    const [h, w] = map.grid, image = new ImageData(w, h);
+    const greatest = colour(new Uint32Array(image.data.buffer), w, 0, map);
+    blank(canvas, w, h).putImageData(image, 0, 0);
+    return greatest;
   }
 
   // Where the model's input lies on the picture, in percent of the picture.
@@ -152,10 +172,8 @@
     const tile = Math.max(10, Math.floor(Math.min(72, 72 / slope, room)));
     const tall = Math.round(tile * slope);
     const w = label + columns * (tile + gap), h = 20 + rows * (tall + gap);
-    canvas.width = w * ratio;
-    canvas.height = h * ratio;
+    const context = blank(canvas, Math.floor(w * ratio), Math.floor(h * ratio));
     canvas.style.width = `${w}px`;
-    const context = canvas.getContext("2d");
     const style = getComputedStyle(document.body);
     context.scale(ratio, ratio);
     context.imageSmoothingEnabled = false;
@@ -166,15 +184,26 @@
       const name = c ? c : most ? "mean" : "";
       context.fillText(name, label + c * (tile + gap) + tile / 2, 13);
     }
+    // All maps go through one image: a canvas that is written between two readings is copied.
+    const sources = state.view === "rollout" ? rollouts : layers;
+    const [ch, cw] = [0, 1].map(axis => Math.max(...sources.map(m => m.grid[axis])));
+    const atlas = new ImageData(columns * cw, rows * ch);
+    const pixels = new Uint32Array(atlas.data.buffer);
     tiles = [];
     for (let r = 0; r < rows; r++) {
+      for (let c = 0; c <= (most ? layers[r].heads : 0); c++) {
+        colour(pixels, atlas.width, r * ch * atlas.width + c * cw, mapOf(state.view, r, c - 1));
+      }
+    }
+    blank(small, atlas.width, atlas.height).putImageData(atlas, 0, 0);
+    for (let r = 0; r < rows; r++) {
+      const [gh, gw] = sources[r].grid;
       const y = 20 + r * (tall + gap);
       context.fillStyle = style.getPropertyValue("--soft");
       context.fillText(r + 1, label / 2, y + tall / 2 + 4);
       for (let c = 0; c <= (most ? layers[r].heads : 0); c++) {
         const x = label + c * (tile + gap);
-        paint(small, mapOf(state.view, r, c - 1));
-        context.drawImage(small, x, y, tile, tall);
+        context.drawImage(small, c * cw, r * ch, gw, gh, x, y, tile, tall);
         tiles.push({ x, y, w: tile, h: tall, layer: r, head: c - 1 });
         if (r === state.layer && (!most || c - 1 === state.head)) {
           context.strokeStyle = style.getPropertyValue("--two");
