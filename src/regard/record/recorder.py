@@ -183,7 +183,6 @@ class _Recorder:
         self.kinds = kinds
         self.queries = None if queries is None else list(queries)
         self.images = images
-        self.scratch = Scratch()
         self.modules: dict[str, str] = {}  # attention to module, all that ran
 
     def receive(self, module: str, queries: Tokens, keys: Tokens, call: Call) -> None:
