@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ from regard.runs.folder import RunFolder, RunStopped
 from regard.runs.reporter import Reporter
 from regard.runs.setup import inverse_frequency, refuse_sharded
 from regard.runs.stop import Interrupted
+from regard.runs.timing import fitting_steps
 from regard.runs.train import train
 from regard.runs.watch import NotFinite
 from tests.runs.conftest import TINY, tiny_config
@@ -508,6 +510,19 @@ def test_minutes_are_planned_and_said(tmp_path):
     assert recipe.minutes == 0.02
     other = train(tiny_config(tmp_path / "same", steps=recipe.steps), say=quiet)
     assert digest(other.folder) == digest(tmp_path / "run")  # planning left no trace
+
+
+def test_steps_that_fit_a_time_are_the_most_that_do():
+    def takes(steps, step, evaluation, interval):
+        evaluations = sum(i % interval == 0 or i == steps for i in range(1, steps + 1))
+        return steps * step + evaluations * evaluation
+
+    for left, step, evaluation, interval in itertools.product(
+        (0.5, 7.0, 19.6, 64.0), (0.25, 1.0), (0.125, 3.5), (1, 3, 100)
+    ):
+        steps = fitting_steps(left, step, evaluation, interval)
+        assert takes(steps + 1, step, evaluation, interval) > left
+        assert steps == 1 or takes(steps, step, evaluation, interval) <= left
 
 
 def test_precision_is_measured_once_and_stored(tmp_path):

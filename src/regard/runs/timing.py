@@ -1,6 +1,7 @@
 """Quick measurements before a run: which number format is faster, how many steps fit a time."""
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from statistics import median
@@ -13,7 +14,6 @@ from regard.runs.step import accumulate, clip_gradient
 
 WORTH = 1.05  # bf16 must be faster by this factor: it costs accuracy
 SHARE = 0.05  # of the planned time may go into planning it
-EVALUATION = 1 / 3  # of the time of a training step goes into as many images evaluated
 
 
 def with_measured(job: Job) -> Job:
@@ -65,8 +65,8 @@ def choose_precision(job: Job) -> tuple[str, str]:
 def plan_steps(job: Job) -> tuple[int, str]:
     """How many steps fit into the recipe's minutes, and why, in words.
 
-    Times real steps, reading included; the optimizers' state is empty again afterwards, the
-    weights are not as before. What evaluation will take is added from its number of images.
+    Times real steps, reading included, and evaluations; the optimizers' state is empty again
+    afterwards, the weights are not as before.
     """
     recipe, multiple = job.config.recipe, size_multiple(job.state.model)
     start = time.monotonic()
@@ -74,11 +74,40 @@ def plan_steps(job: Job) -> tuple[int, str]:
     if recipe.start_size is not None:
         first = time_step(job, training_size(recipe, 0, multiple))
         step = mean_step(recipe, multiple, first, step)
-    images = len(job.data.splits["val"]) / recipe.batch_size
-    step *= 1 + EVALUATION * images / job.evaluation_interval()
+    evaluation = time_evaluation(job)
     left = job.processes.of_main(60 * (recipe.minutes or 0) - (time.monotonic() - start))
-    steps = max(1, int(left / step))
-    return steps, f"{steps} steps of {1000 * step:.0f} ms fit into {recipe.minutes:g} minutes"
+    steps = fitting_steps(left, step, evaluation, job.evaluation_interval())
+    words = f"{steps} steps of {1000 * step:.0f} ms and their evaluations of {evaluation:.1f} s"
+    passes = steps * recipe.batch_size / len(job.data.splits["train"])
+    return steps, f"{words} fit into {recipe.minutes:g} minutes: {passes:.1f} passes"
+
+
+def fitting_steps(left: float, step: float, evaluation: float, interval: int) -> int:
+    """The most steps, at least 1, that end within `left` seconds, evaluations included.
+
+    There is one after every `interval` steps, and one after the last step.
+    """
+    rounds = max(0, math.floor((left - evaluation) / (interval * step + evaluation)))
+    rest = left - rounds * (interval * step + evaluation) - evaluation
+    return max(1, rounds * interval + max(0, min(interval, math.floor(rest / step))))
+
+
+def time_evaluation(job: Job) -> float:
+    """The time in seconds that one evaluation will take, reading left out: from one batch."""
+    recipe, device = job.config.recipe, job.processes.device
+    count = len(job.data.splits["val"]) / job.processes.world
+    size = min(recipe.microbatch, math.ceil(count))
+    blank = torch.zeros(size, job.config.preprocess.channels, *recipe.image_size, device=device)
+    model = job.state.model
+    with job.state.evaluated_weights():
+        once = time.monotonic()
+        calibrate = getattr(model, "calibrate", None)
+        if calibrate is not None:
+            calibrate(job.reference)
+        once = time.monotonic() - once
+        with torch.inference_mode():
+            each = seconds(lambda: model(blank), device, repeats=2)
+    return job.processes.of_main(once + each * math.ceil(count / size))
 
 
 def time_step(job: Job, size: tuple[int, int]) -> float:
