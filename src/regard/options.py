@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any, TypeVar
 
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 from regard.errors import InputError, nearest
 
@@ -51,6 +52,8 @@ def described(options: type[Any], positional: tuple[str, ...] = ()) -> type[Any]
             shown = tyro.conf.arg(
                 name=field.name.rstrip("_"), metavar=word, help_behavior_hint=default_hint(field)
             )
+            if typing.get_origin(hint) is dict:
+                hint = dict[str, Annotated[Any, VALUE]]
             kind = Annotated[hint, shown]
         if field.name in positional:
             kind = by_place[kind]
@@ -60,6 +63,30 @@ def described(options: type[Any], positional: tuple[str, ...] = ()) -> type[Any]
     return dataclasses.make_dataclass(
         options.__name__, fields, bases=(options,), frozen=True, namespace=namespace
     )
+
+
+def value_of(word: str) -> Any:
+    """true, false and none, a number, numbers with commas between them as a list, or the word."""
+    constants = {"true": True, "false": False, "none": None}
+    if word.lower() in constants:
+        return constants[word.lower()]
+    for kind in (int, float):
+        try:
+            numbers = [kind(part) for part in word.split(",")]
+        except ValueError:
+            continue
+        return numbers if "," in word else numbers[0]
+    return word
+
+
+#: How the values of a dictionary are read, whose types its fields do not say.
+VALUE = PrimitiveConstructorSpec[Any](
+    nargs=1,
+    metavar="VALUE",
+    instance_from_str=lambda words: value_of(words[0]),
+    is_instance=lambda value: True,
+    str_from_instance=lambda value: [str(value)],
+)
 
 
 def rebuilt(options: Any, parsed: Any) -> Any:

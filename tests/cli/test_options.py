@@ -32,7 +32,7 @@ class Options:
     """How to fit."""
     out: Path | None = None
     """Where to write."""
-    more: dict[str, int | float | str] = field(default_factory=dict)
+    more: dict[str, int | float | str | bool | list[int] | None] = field(default_factory=dict)
     """Further options."""
     facts: Nested = field(default_factory=Nested)
 
@@ -47,6 +47,15 @@ def test_values_arrive_with_their_types():
     assert type(got) is Options
     assert type(got.facts) is Nested
     assert parse(Options, "train", ["digits"], ("data",)) == Options("digits")
+
+
+def test_values_of_a_dictionary_say_their_types_themselves():
+    line = "digits --more a true b False c none d 3 e 1e-3 f rms g 32,64 h 0.5,1 i x,y".split()
+    more = parse(Options, "train", line, ("data",)).more
+    assert more == {"a": True, "b": False, "c": None, "d": 3, "e": 1e-3, "f": "rms",
+                    "g": [32, 64], "h": [0.5, 1.0], "i": "x,y"}  # fmt: skip
+    assert type(more["a"]) is bool
+    assert type(more["d"]) is int
 
 
 def test_help_is_the_docstrings(capsys):

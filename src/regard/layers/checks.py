@@ -19,6 +19,13 @@ def count(value: Any, name: str) -> int:
     return number
 
 
+def flag(value: Any, name: str) -> bool:
+    """`value`, which is True or False; "false" and 0 are neither."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name}={value!r}: give true or false")
+    return value
+
+
 def share(value: Any, name: str) -> float:
     """`value` as a number of at least 0 and below 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from regard.errors import InputError
-from regard.layers.checks import check_images, count, pair
+from regard.layers.checks import check_images, count, flag, pair
 from regard.layers.conv import MatrixConv
 from regard.layers.pixel_attention import PixelAttention
 from regard.models.mirror import answered
@@ -112,6 +112,8 @@ class PixelResNet(nn.Module):
         self.image_size = pair(image_size, "image_size")
         self.channels = count(channels, "channels")
         self.num_classes = None if num_classes is None else count(num_classes, "num_classes")
+        if not isinstance(widths, (list, tuple)) or not widths:
+            raise InputError(f"widths={widths!r}: give the channels of each stage, as (32, 64)")
         if stem_stride is None:
             stem_stride = stride_for(max(self.image_size))
         #: The arguments that rebuild this model, JSON-ready: PixelResNet(**model.config).
@@ -121,9 +123,9 @@ class PixelResNet(nn.Module):
             "channels": channels,
             "widths": [count(width, "widths") for width in widths],
             "depth": count(depth, "depth"),
-            "attention": bool(attention),
+            "attention": flag(attention, "attention"),
             "stem_stride": count(stem_stride, "stem_stride"),
-            "test_flips": bool(test_flips),
+            "test_flips": flag(test_flips, "test_flips"),
         }
         self.test_flips = test_flips
         self.stem = WhiteningStem(channels, stem_stride, device=device, dtype=dtype)
@@ -133,7 +135,7 @@ class PixelResNet(nn.Module):
         for i, width in enumerate(widths):
             pool = side >> halvings >= 2
             halvings += pool
-            attends = bool(attention) and i > 0
+            attends = attention and i > 0
             self.stages.append(
                 Stage(inputs, width, depth, pool, attends, device=device, dtype=dtype)
             )

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.errors import InputError
 from regard.hardware import native_products, working_dtype
-from regard.layers.checks import check_images, count, pair, share
+from regard.layers.checks import check_images, count, flag, pair, share
 from regard.layers.conv_stem import ConvStem
 from regard.layers.linear import LayerNorm, Linear
 from regard.layers.patches import check_divisible, keep_some, patchify
@@ -138,8 +138,8 @@ class SimpleViT(nn.Module):
             "stem": stem,
             "drop_path": share(drop_path, "drop_path"),
             "patch_dropout": share(patch_dropout, "patch_dropout"),
-            "activation_checkpointing": bool(activation_checkpointing),
-            "test_flips": bool(test_flips),
+            "activation_checkpointing": flag(activation_checkpointing, "activation_checkpointing"),
+            "test_flips": flag(test_flips, "test_flips"),
         }
         self.image_size = (height, width)
         self.patch_size = patch

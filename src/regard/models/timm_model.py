@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from regard.errors import InputError, MissingExtraError, nearest
-from regard.layers.checks import check_images, count, pair
+from regard.layers.checks import check_images, count, flag, pair
 from regard.models.mirror import answered
 
 
@@ -53,13 +53,13 @@ class TimmModel(nn.Module):
             "num_classes": num_classes,
             "channels": channels,
             "image_size": list(self.image_size),
-            "test_flips": bool(test_flips),
+            "test_flips": flag(test_flips, "test_flips"),
             **options,
         }
         arguments = {
             "num_classes": self.num_classes or 0,
             "in_chans": self.channels,
-            "pretrained": pretrained,
+            "pretrained": flag(pretrained, "pretrained"),
             **options,
         }
         self.model: Any = build(name, self.image_size, arguments)

@@ -14,7 +14,7 @@ from regard.errors import InputError, nearest
 from regard.images import Augment, Preprocess
 from regard.runs.ranges import check_values
 
-ModelOption = int | float | str | bool | None
+ModelOption = int | float | str | bool | list[int] | list[float] | None
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class TrainConfig:
     memory: float | None = None
     """Gigabytes of decoded images to keep in memory; what does not fit is read each time."""
     model_options: dict[str, ModelOption] = field(default_factory=dict)
-    """Options of the model, such as qk_norm rms."""
+    """Options of the model, such as qk_norm rms attention false widths 32,64."""
     test_flips: Literal["off", "on"] | None = None
     """Evaluate and predict by the mean over each image and its mirror image."""
     compile: bool = False
