@@ -246,9 +246,9 @@ def test_refusals():
         with pytest.raises(regard.InputError, match="give the channels of each stage"):
             regard.create("pixel-resnet-nano", num_classes=2, widths=odd)
     for odd in ("false", 0, None):  # each would be true or false to Python
-        with pytest.raises(regard.InputError, match="attention=.*: give true or false"):
+        with pytest.raises(regard.InputError, match=r"attention=.*: give true or false"):
             regard.create("pixel-resnet-nano", num_classes=2, attention=odd)
-        with pytest.raises(regard.InputError, match="test_flips=.*: give true or false"):
+        with pytest.raises(regard.InputError, match=r"test_flips=.*: give true or false"):
             regard.create("simple-vit-nano/4", num_classes=2, image_size=8, test_flips=odd)
     with pytest.raises(regard.InputError, match="widths=0: give a positive integer"):
         tiny(widths=(8, 0))
