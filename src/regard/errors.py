@@ -28,6 +28,11 @@ class MissingExtraError(RegardError, ImportError):
         )
 
 
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """A number with its noun, as "1 step" and "1,000 steps"."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def nearest(name: str, valid: Iterable[str], how_many: int = 3) -> str:
     """A phrase naming the valid names closest to `name`, for use in a refusal."""
     names = list(valid)

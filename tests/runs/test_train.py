@@ -97,6 +97,17 @@ def test_evaluation_from_the_folder_alone_is_the_same(finished):
     assert evaluate(out, "digits", split="train").labels.shape == (1618,)
 
 
+def test_the_run_s_own_data_is_known_however_its_path_is_written(tmp_path, monkeypatch):
+    data = pictures(tmp_path / "data")
+    result = train(picture_config(data, tmp_path / "run"), say=quiet)
+    monkeypatch.chdir(tmp_path)
+    for way in ("data", "data/", "./run/../data", str(data)):
+        again = evaluate(tmp_path / "run", way)
+        assert (again.split, again.names) == ("val", result.evaluation.names)
+    (tmp_path / "copy").symlink_to(data)
+    assert evaluate(tmp_path / "run", "copy").names == result.evaluation.names
+
+
 @pytest.mark.parametrize("changes", [{"optimizer": "muon"}, {"ema": 0.9, "workers": 2}])
 def test_a_stopped_run_resumes_to_the_same_bits(changes, tmp_path, monkeypatch):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -362,7 +373,7 @@ def test_a_bad_file_is_named_and_left_out_and_a_changed_dataset_refused(tmp_path
     bad.write_bytes(bad.read_bytes()[:60])
     lines = []
     result = train(picture_config(data, tmp_path / "run", steps=12), say=lines.append)
-    said = [line for line in lines if "1 pictures cannot be read and are left out" in line]
+    said = [line for line in lines if "unreadable and left out: 1 picture, such as" in line]
     assert bad.name in said[0]
     kept = json.loads((tmp_path / "run" / "quarantine.json").read_text())
     assert [Path(entry["name"]).name for entry in kept["quarantined"]] == [bad.name]
@@ -418,6 +429,7 @@ def test_evaluation_on_other_data_matches_classes_by_name(tmp_path):
     dogs = tmp_path / "other"
     pictures(dogs, classes=("dog", "cat"), count=3)
     found = evaluate(tmp_path / "run", str(dogs))
+    assert found.split == "all"
     assert found.classes == ("cat", "dog")
     assert sorted(found.labels.tolist()) == [0, 0, 0, 1, 1, 1]
     own = dict(zip(found.names, found.labels, strict=True))

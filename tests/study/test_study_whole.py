@@ -60,6 +60,7 @@ def test_a_study_is_whole_killed_and_extended(tmp_path):
     more = study(StudyOptions(out=out, resume=True, rates="1e-2", forms="unit,rms"), said.append)
     assert {p.name for p in (out / "runs").iterdir()} - after.keys() == {"adamw-rms-0.01-0.json"}
     assert list(more.summary.forms["adamw"]) == ["unit", "rms"]
+    assert any(line.startswith("of the runs before, 3 are not in what is asked") for line in said)
 
 
 def test_a_signal_to_study_and_workers_alike_stops_it_cleanly(tmp_path):

@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 
 import pytest
 
 from regard.study.findings import conclusion, headline, sentences
 from regard.study.summary import summarise
+from regard.study.tables import comparison_table
 
 NOISE = (-0.01, 0.0, 0.01)
 
@@ -115,10 +117,14 @@ def test_a_form_that_harms_is_said_to(made_study):
 
 
 def test_one_seed_claims_nothing(made_study):
-    words = conclusion(summarise(*made_study(widening, seeds=1)), "adamw")
+    summary = summarise(*made_study(widening, seeds=1))
+    words = conclusion(summary, "adamw")
     assert words.startswith("One seed cannot say whether QK norm helps")
     assert "this says nothing of a difference" in words
     assert "by more than the spread" not in words
+    assert "and with no QK norm" in words
+    cells = set(re.findall(r"<td[^>]*>([^<]*)</td></tr>", str(comparison_table(summary, "adamw"))))
+    assert cells == {"unknown"}  # whether it is larger than the spread: neither yes nor no
 
 
 def test_without_a_baseline_the_headline_says_so(made_study):

@@ -175,7 +175,7 @@ def test_images_that_cannot_be_read_are_left_out_and_said(tmp_path):
     said = []
     found = read_pictures(data, Preprocess(size=(8, 8)), 100, said.append)
     assert len(found.images) == len(broken) - 1
-    assert said == [f"1 train images of {data.name} could not be read and are left out"]
+    assert said == [f"{data.name}: 1 train image could not be read and left out"]
     for i in range(len(broken)):
         (tmp_path / broken.name(i)).write_bytes(b"no picture")
     with pytest.raises(InputError, match=r"no train image of .* could be read"):

@@ -395,6 +395,13 @@ def test_an_attention_that_the_example_does_not_reach_is_left():
     assert "did not give it one input" in report.left[0].reason
 
 
+def test_an_example_that_the_model_does_not_take_is_refused_and_nothing_changes():
+    model = nn.Bilinear(4, 4, 2)
+    with pytest.raises(InputError, match=r"does not run on the example \(TypeError: .*a tuple of"):
+        accelerate(model, torch.randn(1, 4))
+    assert not model._forward_pre_hooks
+
+
 def test_the_model_runs_on_its_example_in_evaluation_and_keeps_its_modes():
     model = blocks(peers.AttnBlock(C), nn.BatchNorm2d(C), nn.Dropout(0.5)).train()
     model[1].eval()

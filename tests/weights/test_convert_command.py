@@ -51,7 +51,7 @@ def test_a_checkpoint_becomes_a_folder_of_blocks(tmp_path, ldm_state):
     options = ConvertOptions(tmp_path / "vae.ckpt", tmp_path / "out", facts=Facts(rest="drop"))
     convert_file(options, said.append)
     assert said[0] == "ldm to mission: 2 found in 21 tensors"
-    assert "mid.a: reference of ldm and regard differ by" in said[1]
+    assert "mid.a: reference of ldm and regard differ by" in said[2]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json",
         "model.safetensors",
@@ -85,7 +85,7 @@ def test_the_librarys_own_module_is_run_where_installed(tmp_path, ldm_state, lib
         tmp_path / "vae.safetensors", tmp_path / "out", target=library, facts=facts
     )
     convert_file(options, said.append)
-    assert f"reference of ldm and {library} differ by" in said[1]
+    assert f"reference of ldm and {library} differ by" in said[2]
 
 
 def test_a_vit_is_run_on_both_sides_and_loads(tmp_path):
@@ -238,6 +238,26 @@ def test_a_folder_is_uploaded_whole(tmp_path, monkeypatch):
         push_to_hub(tmp_path, "owner/name")
 
 
+def test_facts_beside_the_weights_are_read(tmp_path, ldm_state):
+    first, second = tmp_path / "one", tmp_path / "two"
+    write_weights(tmp_path / "vae.safetensors", ldm_state)
+    facts = Facts(rest="drop", num_groups=8)
+    convert_file(ConvertOptions(tmp_path / "vae.safetensors", first, facts=facts), lambda _: None)
+    said = []
+    convert_file(ConvertOptions(first, second, target="diffusers"), said.append)
+    assert said[1] == "  of 32 channels: 1 head, 8 groups, eps 1e-06"
+    (second / "config.json").write_text(
+        json.dumps({"_diffusers_version": "0.35", "norm_num_groups": 16})
+    )
+    given = Facts(num_heads=2, eps=1e-5)
+    said = []
+    convert_file(ConvertOptions(second, tmp_path / "three", facts=given), said.append)
+    assert said[1] == "  of 32 channels: 2 heads, 16 groups, eps 1e-05"
+    told = dataclasses.replace(given, num_groups=4)
+    convert_file(ConvertOptions(second, tmp_path / "four", facts=told), said.append)
+    assert "  of 32 channels: 2 heads, 4 groups, eps 1e-05" in said
+
+
 def test_without_the_hub_client_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingExtraError, match=r"regard\[hf\]"):
@@ -253,7 +273,7 @@ def test_the_reference_serves_where_no_library_is_installed(tmp_path, ldm_state,
         tmp_path / "vae.safetensors", tmp_path / "out", target="diffusers", facts=facts
     )
     convert_file(options, said.append)
-    assert "reference of ldm and reference of diffusers differ by" in said[1]
+    assert "reference of ldm and reference of diffusers differ by" in said[2]
 
 
 def test_weights_that_may_be_nan_are_checked_without_them(tmp_path, ldm_state, monkeypatch):

@@ -6,6 +6,7 @@ from typing import Any
 
 from regard.deploy.facts import FileFacts
 from regard.deploy.table import as_markdown
+from regard.errors import counted
 
 MANY = 40
 
@@ -90,7 +91,7 @@ def figures(facts: FileFacts, about: Mapping[str, Any]) -> str:
     numbers = facts.figures
     measured = (
         f"On {numbers['images']:,} images of {numbers['proven_on']}; latency on "
-        f"{numbers['machine']}, {numbers['threads']} threads, in one interleaved run:"
+        f"{numbers['machine']}, {counted(numbers['threads'], 'thread')}, in one interleaved run:"
     )
     parts = [measured, as_markdown(numbers)]
     if numbers["tolerance"] is not None:

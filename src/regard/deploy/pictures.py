@@ -44,7 +44,9 @@ def each_picture(images: Any, channels: int) -> Iterator[Tensor]:
         for image in images:
             yield from each_picture(image, channels)
     else:
-        raise InputError(f"a {type(images).__name__} holds no pictures; give {FORMS}")
+        raise InputError(
+            f"no pictures are in an object of type {type(images).__name__}; give {FORMS}"
+        )
 
 
 def read_picture(path: Path, channels: int) -> Tensor:
@@ -58,7 +60,7 @@ def read_picture(path: Path, channels: int) -> Tensor:
 
 def stacked(values: Tensor, what: str) -> Tensor:
     """A tensor (channels first) or array (channels last) of pictures, as (n, c, h, w)."""
-    came = f"{what} of shape {tuple(values.shape)} and {values.dtype}"
+    came = f"{what} of shape {tuple(values.shape)} and {str(values.dtype).removeprefix('torch.')}"
     if values.dtype != torch.uint8:
         raise InputError(
             f"{came} came; pictures are uint8, 0..255: preprocessing is this predictor's part"

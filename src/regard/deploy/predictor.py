@@ -51,6 +51,10 @@ class Predictions(Sequence[Prediction]):
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __repr__(self) -> str:
+        shown = ", ".join(repr(self[i]) for i in range(min(3, len(self))))
+        return f"Predictions({len(self)}: {shown}{', …' if len(self) > 3 else ''})"
+
     @overload
     def __getitem__(self, i: int) -> Prediction: ...
     @overload

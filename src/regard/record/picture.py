@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from regard.errors import counted
 from regard.record.colour import paint
 
 if TYPE_CHECKING:
@@ -99,5 +100,6 @@ def recording_html(seen: "Recording") -> str:
         f'<figure style="margin:0"><img alt="attention maps" src="{data_uri(picture)}" '
         f'style="image-rendering:pixelated"><figcaption>First image, {what}; a row for each '
         f"layer, a column for each head, each map scaled to its own maximum.</figcaption>"
-        f"<details><summary>{len(seen)} attentions</summary><pre>{words}</pre></details></figure>"
+        f"<details><summary>{counted(len(seen), 'attention')}</summary><pre>{words}</pre>"
+        "</details></figure>"
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from regard.errors import InputError, nearest
+from regard.errors import InputError, counted, nearest
 from regard.layers.checks import pair
 from regard.record.calls import Call
 from regard.record.reductions import reduce_call
@@ -92,13 +92,15 @@ class Recording(Mapping[str, Attention]):
         return list(self._attentions.values())
 
     def __repr__(self) -> str:
-        lines = [f"Recording of {len(self)} attentions"]
+        lines = [f"Recording of {counted(len(self), 'attention')}"]
         for attention in self.layers():
             grid = attention.keys.grid
             place = f"{grid[0]}×{grid[1]}" if grid else f"{attention.keys.count} tokens"
             extra = f" + {attention.keys.extra} extra" if attention.keys.extra else ""
             kept = ", ".join(f"{k} {tuple(v.shape)}" for k, v in attention.kept().items())
-            lines.append(f"  {attention.name}: {attention.heads} heads, {place}{extra}; {kept}")
+            lines.append(
+                f"  {attention.name}: {counted(attention.heads, 'head')}, {place}{extra}; {kept}"
+            )
         if self.unread:
             lines.append(f"  not read: {', '.join(self.unread)}")
         return "\n".join(lines)

@@ -100,7 +100,8 @@ def _one_layout(calls: list[tuple[str, Tokens, Tokens, Call]]) -> Tokens:
         if queries != tokens or keys != tokens:
             raise InputError(
                 f"{other} attends from {queries.count} to {keys.count} tokens and {name} to "
-                f"{tokens.count}; relevance is defined where all layers share one grid"
+                f"{tokens.count}; relevance is defined where all layers share one grid, as those "
+                "of a plain transformer do. Look at the layers by themselves"
             )
         if call.out is None or not call.out.requires_grad:
             raise InputError(f"no gradient reaches {other}; it runs without one")

@@ -80,8 +80,13 @@ def predict_split(
 
 
 def held_out(data: Data) -> str:
-    """The split that a finished run is measured on: test where there is one, else val."""
-    return "test" if "test" in data.splits else "val"
+    """The split that is measured on: test where there is one, else val, else all images."""
+    return next(title for title in ("test", "val", "all") if title in data.splits)
+
+
+def same_data(one: str, other: str) -> bool:
+    """Whether two requests name the same images, however a path to them is written."""
+    return one == other or (Path(one).exists() and Path(one).resolve() == Path(other).resolve())
 
 
 def evaluate(
@@ -94,12 +99,12 @@ def evaluate(
     """Measure a run with the weights in its folder.
 
     Without `data`, or with the run's own, its own held-out images are used; of other data the
-    "test" or "val" split where it has one of its own, else every image. Classes are matched by
-    name.
+    "test" or "val" split where it has one of its own, else every image, as the split "all".
+    Classes are matched by name.
     """
     folder = RunFolder.open(run)
     config = folder.config()
-    own = data is None or data == config.recipe.data
+    own = data is None or same_data(data, config.recipe.data)
     opened = folder.data() if own else open_other(str(data), config)
     split = split or held_out(opened)
     if split not in opened.splits:
@@ -120,7 +125,7 @@ def open_other(spec: str, config: RunConfig) -> Data:
     number = np.array([config.classes.index(name) for name in data.classes])
     splits = data.splits
     if data.rule["made"] == "seeded":  # a split of ours holds out nothing here: take them all
-        whole = {"val": joined([s for t, s in splits.items() if t != "test"])}
+        whole = {"all": joined([s for t, s in splits.items() if t != "test"])}
         splits = {**whole, **{t: s for t, s in splits.items() if t == "test"}}
     k = len(config.classes)
     splits = {t: Split(s.source, s.items, number[s.labels], k) for t, s in splits.items()}

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from regard.errors import counted
 from regard.files import read_json, write_json
 from regard.images import Data, Inspection, inspect_data, read_quarantine
 from regard.runs.folder import RunFolder
@@ -60,17 +61,18 @@ def findings(found: Inspection) -> list[str]:
     if found.unreadable:
         first = found.unreadable[0]
         notes.append(
-            f"{len(found.unreadable)} pictures cannot be read and are left out, such as "
+            f"unreadable and left out: {counted(len(found.unreadable), 'picture')}, such as "
             f"{found.name(first)} ({found.fact(first).reason}); quarantine.json names all"
         )
     if found.leaks:
         notes.append(
-            f"{len(found.leaks)} held-out pictures are also trained on, which makes the score look "
-            "better than it is; regard inspect shows them, and its --leaks leaves them out"
+            f"held-out pictures that are also trained on: {len(found.leaks):,}, which makes the "
+            "score look better than it is; regard inspect shows them, and its --leaks leaves them "
+            "out"
         )
     if found.conflicts:
         notes.append(
-            f"{len(found.conflicts)} pairs of pictures show the same under different labels; "
-            "regard inspect shows them"
+            f"pairs of pictures that show the same under different labels: "
+            f"{len(found.conflicts):,}; regard inspect shows them"
         )
     return notes

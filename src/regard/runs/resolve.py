@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from regard.errors import InputError
+from regard.errors import InputError, counted
 from regard.images import Augment, Data
 from regard.runs.config import Recipe, TrainConfig
 from regard.runs.presets import COMMON, choose_preset, model_for, side_for
@@ -40,7 +40,8 @@ def new_recipe(
     asked, augment = given(config)
     notes = []
     if config.preset is None:
-        notes.append(f"preset {name}, for this data (give --preset to choose another)")
+        cause = "model" if config.model or inherited.get("model") else "data"
+        notes.append(f"preset {name}, for this {cause} (give --preset to choose another)")
     values = {**COMMON, **preset.values, **inherited, **asked, "preset": name}
     if "model" in asked and asked["model"] != preset.values.get("model"):
         values["model_options"] = asked.get("model_options", {})  # the preset's are of its model
@@ -70,7 +71,9 @@ def new_recipe(
         values["epochs"] = epochs
     values["steps"] = config.steps or steps_of(epochs, images, values["batch_size"])
     if config.minutes is None:
-        notes.append(f"{values['steps']} steps of {values['batch_size']} images")
+        notes.append(
+            f"{counted(values['steps'], 'step')} of {counted(values['batch_size'], 'image')}"
+        )
     return Recipe(**values), notes
 
 

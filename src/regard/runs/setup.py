@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from regard.errors import InputError
+from regard.errors import InputError, counted
 from regard.files import write_json
 from regard.images import (
     Data,
@@ -118,7 +118,12 @@ def resume_job(
         load_checkpoint(folder.checkpoint(step), job.state)
     elif stored.recipe.init is None:
         initialise(job)
-    reporter.say(f"going on after step {step} of {job.config.recipe.steps}")
+    if step and step == job.config.recipe.steps:
+        reporter.say(
+            f"all {counted(step, 'step')} are done; --resume with more --steps trains further"
+        )
+    else:
+        reporter.say(f"going on after step {step} of {job.config.recipe.steps}")
     job = with_health(job)
     changed = {name: getattr(job.config.recipe, name) for name in changed}
     now = segment(step, changed, processes)

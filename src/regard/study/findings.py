@@ -91,7 +91,7 @@ def answer(summary: Summary, question: Question, found: dict[str, Comparison]) -
     if all(c.margin is None for c in found.values()):
         listed = listing([f"{shown(c.mean)} with {NAMES[f]}" for f, c in found.items()])
         return (
-            f"{question.setting} {question.quantity} is {listed}, and {against[5:]}; with one "
+            f"{question.setting} {question.quantity} is {listed}, and {against}; with one "
             "seed the spread is unknown, so this says nothing of a difference."
         )
     parts = []

@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from regard.errors import counted
 from regard.study.figures import multiples, over_rates
 from regard.study.findings import OPTIMIZER_NAMES, number, percent, statements
 from regard.study.forms import NAMES
@@ -87,16 +88,12 @@ def about(summary: Summary) -> str:
     s, g = summary.settings, summary.grid
     optimizers = " and ".join(OPTIMIZER_NAMES[o] for o in g.optimizers)
     return (
-        f"{len(g.runs())} runs: {len(g.forms)} forms, {len(g.rates)} learning rates, "
-        f"{counted(g.seeds)}, {optimizers}; {s.model['name']}, "
-        f"{s.steps} steps of {s.batch_size} images, {s.images:,} to train on and {s.held_out:,} "
-        "held out"
+        f"{counted(len(g.runs()), 'run')}: {counted(len(g.forms), 'form')}, "
+        f"{counted(len(g.rates), 'learning rate')}, "
+        f"{counted(g.seeds, 'seed')}, {optimizers}; {s.model['name']}, "
+        f"{counted(s.steps, 'step')} of {s.batch_size} images, {s.images:,} to train on and "
+        f"{s.held_out:,} held out"
     )
-
-
-def counted(seeds: int) -> str:
-    """How many seeds, in words."""
-    return "1 seed" if seeds == 1 else f"{seeds} seeds"
 
 
 def limits(summary: Summary) -> Html:
@@ -105,7 +102,8 @@ def limits(summary: Summary) -> Html:
         "p",
         "This is about a model of this size, trained for so many steps on these images, without "
         "augmentation or clipping of gradients. “Spread” is the 95% interval of a difference over "
-        f"{counted(summary.grid.seeds)}; about one comparison in twenty exceeds it by chance.",
+        f"{counted(summary.grid.seeds, 'seed')}; about one comparison in twenty exceeds it by "
+        "chance.",
         class_="soft",
     )
 

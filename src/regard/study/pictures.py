@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.errors import InputError
+from regard.errors import InputError, counted
 from regard.files import atomic_write
 from regard.images import Data, Preprocess, Split, readable
 from regard.images.keys import SPLIT, key
@@ -55,7 +55,7 @@ def read_pictures(
     for title in ("train", "val"):
         images, labels, lost = read_split(data.splits[title], preprocess, most)
         if lost:
-            say(f"{lost} {title} images of {data.name} could not be read and are left out")
+            say(f"{data.name}: {counted(lost, f'{title} image')} could not be read and left out")
         if not len(images):
             raise InputError(f"no {title} image of {data.name} could be read; study other data")
         parts += [images, labels]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.devices import pick_device
-from regard.errors import InputError
+from regard.errors import InputError, counted
 from regard.images import Data, Preprocess, open_data
 from regard.models.create import create
 from regard.runs.folder import RunFolder
@@ -52,6 +52,12 @@ def study(options: StudyOptions, say: Callable[[str], None] | None = None) -> St
     grid = new_grid(options, before.grid if before else None)
     if before is not None:
         check_same(before.settings, settings)
+        outside = set(before.grid.runs()) - set(grid.runs())
+        if outside:
+            reporter.say(
+                f"of the runs before, {len(outside)} are not in what is asked for now: they stay "
+                "in the folder and leave the report"
+            )
     if folder is None:
         folder = StudyFolder.fresh(options.out, name_of(settings.data))
     plan = Plan(settings, grid)
@@ -163,7 +169,9 @@ def train_missing(
         return
     device = pick_device(options.device).type
     workers = worker_count(options.workers, device)
-    reporter.say(f"{len(missing)} runs, {min(workers, len(missing))} at a time, on {device}")
+    reporter.say(
+        f"{counted(len(missing), 'run')}, {min(workers, len(missing))} at a time, on {device}"
+    )
     pictures.save(folder.pictures_file)
     steps = plan.settings.steps
     said = Said(reporter.say, steps * len(missing), len(missing))

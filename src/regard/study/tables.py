@@ -53,7 +53,7 @@ def comparison_table(summary: Summary, optimizer: str) -> Html:
         where = "" if question.name == "sensitivity" else f" {question.name}"
         for form, c in comparisons(summary, optimizer, question).items():
             margin = "unknown" if c.margin is None else f"± {question.show(c.margin)}"
-            verdict = "yes" if c.clear else "no"
+            verdict = "unknown" if c.margin is None else "yes" if c.clear else "no"
             sign = "+" if c.difference >= 0 else "−"
             shown = f"{sign}{question.show(abs(c.difference))}"
             rows.append((f"{question.quantity}{where}", NAMES[form], shown, margin, verdict))

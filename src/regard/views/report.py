@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from regard.errors import RegardError
+from regard.errors import RegardError, counted
 from regard.files import read_metadata, write_text
 from regard.images import Split, UnreadableImage
 from regard.runs.config import RunConfig
@@ -248,7 +248,8 @@ def recipe_facts(config: RunConfig) -> list[tuple[str, Any]]:
     shown = [(name.replace("_", " "), plain(value)) for name, value in recipe.items()]
     for segment in config.segments[1:]:
         changes = plain(segment.changed) if segment.changed else "nothing changed"
-        words = f"{changes}; {segment.processes} processes of {segment.threads} threads"
+        where = counted(segment.processes, "process", "processes")
+        words = f"{changes}; {where} of {counted(segment.threads, 'thread')}"
         shown.append((f"resumed after step {segment.from_step}", words))
     return [(name, words) for name, words in shown if words]
 

@@ -31,7 +31,7 @@ def add_rest(
     if rest and facts.rest == "refuse":
         raise InputError(
             f"unused keys, of no block of the layout {source}: {listing(rest)}; give rest='keep' "
-            "to carry them along unchanged, or rest='drop' to leave them out"
+            "(--rest keep) to carry them along unchanged, or 'drop' to leave them out"
         )
     clashing = sorted(set(rest) & converted.keys()) if facts.rest == "keep" else []
     if clashing:
@@ -52,7 +52,7 @@ def check_values(tensors: Mapping[str, Tensor], facts: Facts) -> None:
     if bad:
         raise InputError(
             f"weights are NaN or infinite: {listing(bad)}; take another checkpoint, or give "
-            "allow_nan=True"
+            "allow_nan=True (--allow-nan)"
         )
 
 

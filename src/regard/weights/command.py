@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from regard.errors import InputError
+from regard.errors import InputError, counted
 from regard.files import atomic_folder, read_state
+from regard.weights.beside import read_beside
 from regard.weights.convert import convert_weights
 from regard.weights.facts import Conversion, Facts
 from regard.weights.hub import write_model
@@ -40,15 +41,22 @@ def convert_file(options: ConvertOptions, say: Callable[[str], Any] = print) -> 
     if options.out.exists():
         raise InputError(f"{options.out} exists already; give a new folder, or remove this one")
     state = read_state(options.src, options.entry)
-    conversion = convert_weights(state, options.source, options.target, options.facts)
+    beside = read_beside(options.src)
+    conversion = convert_weights(state, options.source, options.target, options.facts, beside)
     found = len(conversion.blocks) + len(conversion.vits)
     say(f"{conversion.source} to {conversion.target}: {found} found in {len(state)} tensors")
+    for block in sorted(set(conversion.blocks.values())):
+        say(
+            f"  of {block.channels} channels: {counted(block.num_heads, 'head')}, "
+            f"{counted(block.num_groups, 'group')}, "
+            f"eps {block.eps:g}"
+        )
     checks = verify(conversion, state)
     for check in checks:
         say(f"  {check}")
     if conversion.rest:
         verb = {"keep": "kept as they are", "drop": "left out"}[options.facts.rest]
-        say(f"  {len(conversion.rest)} tensors of no block were {verb}")
+        say(f"  {verb}, being of no block: {len(conversion.rest)} of the tensors")
     config = {"source": conversion.source, "layout": conversion.target, **models(conversion)}
     with atomic_folder(options.out) as folder:
         write_model(folder, conversion.tensors, config)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from regard.errors import InputError
 from regard.weights import blocks
+from regard.weights.beside import Beside
 from regard.weights.checks import add_rest, check_values, listing, refuse_other_vits
 from regard.weights.facts import Conversion, Facts, make_facts
 from regard.weights.layouts import LAYOUTS, BlockFacts, facts_of, forms, layout_named
@@ -32,9 +33,13 @@ def convert(
 
 
 def convert_weights(
-    state_dict: Mapping[str, Tensor], source: str, target: str, facts: Facts
+    state_dict: Mapping[str, Tensor],
+    source: str,
+    target: str,
+    facts: Facts,
+    beside: Beside | None = None,
 ) -> Conversion:
-    """`convert`, with what travels beside the tensors."""
+    """`convert`, with what travels beside the tensors before and after."""
     if source == "auto":
         source = detect(state_dict, facts)
     if source == "regard":
@@ -46,7 +51,7 @@ def convert_weights(
         raise InputError(f"source and target are both {source}: there is nothing to convert")
     if is_vit:
         return convert_vits(state_dict, source, target, facts)
-    return convert_blocks(state_dict, source, target, facts)
+    return convert_blocks(state_dict, source, target, facts, beside or Beside())
 
 
 def detect(tensors: Mapping[str, Tensor], facts: Facts) -> str:
@@ -78,7 +83,7 @@ def detect(tensors: Mapping[str, Tensor], facts: Facts) -> str:
 
 
 def convert_blocks(
-    tensors: Mapping[str, Tensor], source: str, target: str, facts: Facts
+    tensors: Mapping[str, Tensor], source: str, target: str, facts: Facts, beside: Beside
 ) -> Conversion:
     """Every pixel attention block of a state dict, from layout to layout."""
     old, new = layout_named(source), layout_named(target)
@@ -98,7 +103,7 @@ def convert_blocks(
         block = {key: tensors[prefix + key] for key in held}
         used |= {prefix + key for key in held}
         norm = block[f"{old.norm}{old.join}weight"]
-        known[prefix] = block_facts(source, norm.shape[0], facts)
+        known[prefix] = block_facts(source, norm.shape[0], beside.complete(facts, prefix))
         params = blocks.read_block(old, block, known[prefix].num_heads)
         packed = new.packed is not None and (facts.packed or new.separate is None)
         written = blocks.write_block(new, params, known[prefix], packed=packed)

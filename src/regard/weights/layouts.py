@@ -122,6 +122,12 @@ def forms(layout: PixelLayout) -> list[bool]:
     return [form for form in (False, True) if (layout.packed if form else layout.separate)]
 
 
+def both_ways(fact: str) -> str:
+    """A fact as Python and as the command line name it."""
+    words = f"{fact} (--{fact.replace('_', '-')})"
+    return f"{words} or dim_head (--dim-head)" if fact == "num_heads" else words
+
+
 def facts_of(
     layout: PixelLayout,
     name: str,
@@ -146,7 +152,7 @@ def facts_of(
     if lacking or num_heads is None or num_groups is None or eps is None:
         raise InputError(
             f"weights of the layout {name} do not say their {' and '.join(lacking)}: give "
-            f"{', '.join(lacking)}, as the model that they come from was built"
+            f"{', '.join(map(both_ways, lacking))}, as the model that they come from was built"
         )
     return BlockFacts(
         channels,

@@ -190,6 +190,11 @@ def first_inputs(
         model.eval()
         with torch.no_grad():
             call(model, example)
+    except Exception as error:
+        raise InputError(
+            f"the model does not run on the example ({type(error).__name__}: {error}); give what "
+            "it is called with: a tensor, a tuple of arguments, or a dictionary of keywords"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
