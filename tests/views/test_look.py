@@ -10,9 +10,17 @@ import torch
 from regard import InputError
 from regard.images import Preprocess
 from regard.record import colour
+from regard.record.picture import GAP, sheet, tile_size
 from regard.views.look_data import LayerMaps, Look, Picture, look_at
 from regard.views.look_page import coarser, joined_cells, look_page, stored
-from regard.views.look_pictures import beside
+from regard.views.look_pictures import (
+    all_heads,
+    beside,
+    cell_map,
+    chosen_map,
+    mark_place,
+    one_map,
+)
 from tests.reference.handmade import Handmade, left_neighbour, top_right
 
 HOSTILE = '<img src=x onerror="document.body.dataset.hacked=1"></script><b>\'&amp;'
@@ -259,6 +267,54 @@ def test_the_picture_beside_the_overlay():
     np.testing.assert_allclose(lit, expected, atol=1)
     dark = pixels[20 * zoom, right + 38 * zoom].astype(float)
     np.testing.assert_allclose(dark, 0.65 * colour.scale()[0] + 0.35 * original[20, 38], atol=1)
+
+
+def test_the_place_looked_from_is_framed_on_the_overlay():
+    look = shown(original=(24, 40))
+    zoom = 448 // 40
+    for row, column in ((0, 0), (1, 3)):
+        pixels = beside(look.picture, np.zeros((3, 5)))
+        before = pixels.copy()
+        mark_place(pixels, look.picture, (row, column), (3, 5))
+        top, left = round(row * 8 * zoom), round(40 * zoom + 12 + column * 8 * zoom)
+        changed = (pixels != before).any(-1)
+        rows, columns = np.nonzero(changed)
+        assert (rows.min(), rows.max()) == (top, top + 8 * zoom - 1)
+        assert (columns.min(), columns.max()) == (left, left + 8 * zoom - 1)
+        assert (pixels[top, left : left + 8 * zoom] == 0).all()
+        assert (pixels[top + 3, left + 4 : left + 8 * zoom - 4] == 255).all()
+        assert not changed[top + 4 : top + 8 * zoom - 4, left + 4 : left + 8 * zoom - 4].any()
+
+
+def test_coarse_maps_fill_the_tiles_of_fine_ones():
+    fine, coarse = np.zeros((2, 14, 14)), np.zeros((1, 2, 2))
+    fine[1, 0, 13] = coarse[0, 1, 1] = 1
+    pixels = sheet([fine, coarse])
+    assert tile_size([fine, coarse]) == (56, 56)
+    assert pixels.shape == (2 * 56 + GAP, 2 * 56 + GAP, 3)
+    low, high = colour.scale()[0], colour.scale()[255]
+    assert (pixels[:4, 56 + GAP + 52 :] == high).all()
+    assert (pixels[4:56, 56 + GAP :] == low).all()
+    below = pixels[56 + GAP :, :56]
+    assert (below[28:, 28:] == high).all()
+    assert (below[:28] == low).all()
+    assert (pixels[56 + GAP :, 56:] == 255).all()  # a layer with fewer heads
+
+
+def test_pictures_say_what_they_show():
+    look = shown(original=(24, 40))
+    start = {"view": "from", "layer": 0, "head": None, "at": (0.5, 0.5)}
+    bare = beside(look.picture, chosen_map(look, start))
+    whole = one_map(look, start)
+    assert whole.shape[0] > bare.shape[0]
+    assert np.array_equal(whole[: len(bare), :448], bare[:, :448])
+    words = whole[len(bare) :]
+    assert (words < 128).any()
+    assert (words.reshape(-1, 3) == colour.scale()[128]).all(-1).any()  # the colour scale
+    maps = sheet([cell_map(layer, start["at"]) for layer in look.layers])
+    heads = all_heads(look, start["at"])
+    assert heads.shape[0] > maps.shape[0]
+    assert heads.shape[1] > maps.shape[1]
 
 
 def test_an_unknown_class_is_refused():

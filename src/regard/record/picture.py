@@ -44,21 +44,29 @@ def data_uri(file: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(file).decode('ascii')}"
 
 
+def tile_size(rows: list[NDArray[np.floating]]) -> tuple[int, int]:
+    """Height and width of every tile of a `sheet`."""
+    h, w = (max(maps.shape[axis] for maps in rows) for axis in (1, 2))
+    zoom = max(1, -(-TILE // max(h, w)))
+    return zoom * h, zoom * w
+
+
 def sheet(rows: list[NDArray[np.floating]]) -> NDArray[np.uint8]:
-    """A row of tiles for each layer, from maps (g, h, w); each map on a scale from 0 of its own."""
-    side = max(max(maps.shape[1:]) for maps in rows)
-    zoom = max(1, -(-TILE // side))
+    """A row of tiles for each layer, from maps (g, h, w); each map on a scale from 0 of its own.
+
+    Coarser maps are enlarged to the tiles of the finest.
+    """
+    tall, wide = tile_size(rows)
     widest = max(len(maps) for maps in rows)
-    tile_h = zoom * max(maps.shape[1] for maps in rows)
-    tile_w = zoom * max(maps.shape[2] for maps in rows)
     canvas = np.full(
-        (len(rows) * (tile_h + GAP) - GAP, widest * (tile_w + GAP) - GAP, 3), 255, np.uint8
+        (len(rows) * (tall + GAP) - GAP, widest * (wide + GAP) - GAP, 3), 255, np.uint8
     )
     for i, maps in enumerate(rows):
+        h, w = maps.shape[1:]
+        down, across = np.arange(tall) * h // tall, np.arange(wide) * w // wide
         for j, values in enumerate(maps):
-            tile = paint(values).repeat(zoom, 0).repeat(zoom, 1)
-            top, left = i * (tile_h + GAP), j * (tile_w + GAP)
-            canvas[top : top + tile.shape[0], left : left + tile.shape[1]] = tile
+            top, left = i * (tall + GAP), j * (wide + GAP)
+            canvas[top : top + tall, left : left + wide] = paint(values)[down][:, across]
     return canvas
 
 
