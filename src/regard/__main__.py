@@ -1,13 +1,20 @@
 """`regard` and `python -m regard`: run a command, turn errors into messages and exit codes."""
 
+import errno
 import os
 import sys
 import traceback
 
-from regard.errors import MissingExtraError, RegardError
+from regard.errors import InputError, MissingExtraError, RegardError
 
 STOPPED_BY_CTRL_C = 130
 NOBODY_READS = 141
+
+# What a path that was given, or the disk it lies on, can have against it.
+OF_PATHS = (
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,7 +42,11 @@ def run(arguments: list[str]) -> int:
         # Nobody reads on, as in `regard … | head`. The interpreter shall not try to flush, either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOBODY_READS
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None and error.errno in OF_PATHS:
+            path = os.fsdecode(error.filename)
+            print(f"regard: {path!r}: {error.strerror}; give another path", file=sys.stderr)
+            return InputError.exit_code
         traceback.print_exc()
         print("regard: this is a fault of ours; please report the lines above", file=sys.stderr)
         return 1

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from regard.errors import InputError, nearest
+from regard.errors import InputError, RegardError, nearest
 
 PICKLED = (".pt", ".pth", ".ckpt", ".bin")
 INDEX = ".safetensors.index.json"
@@ -107,6 +107,20 @@ def read_json(path: str | Path) -> Any:
         raise InputError(f"{path} does not exist") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not valid JSON ({error}); restore or remove it") from None
+
+
+@contextlib.contextmanager
+def meaning(path: str | Path) -> Iterator[None]:
+    """Within, what is read from `path` is taken to be as we write it; else the file is refused."""
+    try:
+        yield
+    except RegardError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise InputError(
+            f"{path} is damaged, or was changed by hand ({type(error).__name__}: {error}); "
+            "restore or remove it"
+        ) from None
 
 
 def write_weights(

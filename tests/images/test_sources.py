@@ -342,8 +342,11 @@ def test_a_manifest_without_splits_is_split_and_missing_files_are_unreadable(mak
             [["path", "label", "split"], ["x/00.png", "a", "val"], ["x/01.png", "a", ""]],
             "row 3 has no split",
         ),
-        ([["path", "label"], ["gone.png", "a"]], "none of the 1 files that"),
+        ([["path", "label"], ["gone.png", "a"]], "no file that .* lists exists; the first of 1 is"),
         ([["path", "label"]], "has no pictures"),
+        ([["path", "label"], ["x/00.png", "big", " cat"]], "row 2 has more fields than the header"),
+        ([["path", "label", "label"], ["x/00.png", "a", "b"]], "the column label more than once"),
+        ([["path", "label"], ["a\0b", "a"]], "row 2 has the path"),
     ],
 )
 def test_bad_manifests_are_refused(make_folder, rows, message):

@@ -13,6 +13,7 @@ TINY = {"dim": 16, "heads": 2, "dim_head": 8, "depth": 2, "mlp_dim": 32}
 def tiny_config(out: Path, **changes) -> TrainConfig:
     """Twelve steps on the digits, an evaluation every four."""
     settings = {
+        "data": "digits",
         "model": "simple-vit-nano/4",
         "model_options": TINY,
         "precision": "fp32",
@@ -22,7 +23,7 @@ def tiny_config(out: Path, **changes) -> TrainConfig:
         "lr": 3e-3,
         "eval_every": 0.16,
     }
-    return TrainConfig("digits", out=out, **{**settings, **changes})
+    return TrainConfig(out=out, **{**settings, **changes})
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,8 @@ from regard.images.keys import CROP, ERASE, FLIP, MIX, POLICY, SHIFT, contained,
 from regard.images.preprocess import Box, Geometry, Preprocess
 
 FLIPS = ("none", "random", "alternate")
+MOST_OPERATIONS = 100
+MOST_SHIFT = 10_000
 
 
 @dataclass(frozen=True)
@@ -52,17 +54,17 @@ class Augment:
             )
         if self.randaugment and not (
             len(self.randaugment) == 2
-            and self.randaugment[0] >= 1
+            and 1 <= self.randaugment[0] <= MOST_OPERATIONS
             and 0 <= self.randaugment[1] <= 30
         ):
             raise InputError(
-                f"randaugment is {self.randaugment}; give (operations, magnitude): at least 1, "
-                "and 0..30"
+                f"randaugment is {self.randaugment}; give (operations, magnitude): "
+                f"1..{MOST_OPERATIONS}, and 0..30"
             )
         if self.flip not in FLIPS:
             raise InputError(f"flip is {self.flip!r}; {nearest(self.flip, FLIPS)}")
-        if self.shift < 0:
-            raise InputError(f"shift is {self.shift}; give pixels, 0 or more")
+        if not 0 <= self.shift <= MOST_SHIFT:
+            raise InputError(f"shift is {self.shift}; give pixels, 0 to {MOST_SHIFT:,}")
         if not 0 <= self.erase <= 1:
             raise InputError(f"erase is {self.erase}; give a probability, 0..1")
         if not (0 <= self.mixup < math.inf and 0 <= self.cutmix < math.inf):

@@ -34,6 +34,8 @@ def list_manifest(path: Path, channels: int | None) -> Listing:
         if not picture or not label:
             what = "path" if not picture else "label"
             raise InputError(f"{path}, row {number} has no {what}; fill it in or remove the row")
+        if "\0" in picture:
+            raise InputError(f"{path}, row {number} has the path {picture!r}, which no file has")
         if picture in seen:
             raise InputError(
                 f"{path} lists {picture!r} twice, in rows {seen[picture]} and {number}; keep one"
@@ -43,7 +45,7 @@ def list_manifest(path: Path, channels: int | None) -> Listing:
     sizes = [_size(root / picture) for picture in seen]
     if sizes and max(sizes) < 0:
         raise InputError(
-            f"none of the {len(sizes)} files that {path} lists exists, the first being "
+            f"no file that {path} lists exists; the first of {len(sizes)} is "
             f"{root / rows[0][1]}; paths are relative to the manifest's folder"
         )
     return Listing(
@@ -90,6 +92,11 @@ def _csv_rows(path: Path, notes: list[str]) -> Iterator[Row]:
             reader = csv.DictReader(file, delimiter=delimiter(path))
             _check_columns(path, list(reader.fieldnames or []), notes)
             for row in reader:
+                if None in row:
+                    raise InputError(
+                        f"{path}, row {reader.line_num} has more fields than the header; put a "
+                        "label that holds the separator in quotes"
+                    )
                 values = [(row.get(column) or "").strip() for column in _COLUMNS]
                 yield (reader.line_num, values[0], values[1], values[2])
     except (UnicodeDecodeError, csv.Error) as error:
@@ -118,6 +125,9 @@ def _parquet_rows(path: Path, notes: list[str]) -> Iterator[Row]:
 
 
 def _check_columns(path: Path, names: list[str], notes: list[str]) -> None:
+    twice = [column for column in _COLUMNS if names.count(column) > 1]
+    if twice:
+        raise InputError(f"{path} has the column {twice[0]} more than once; keep one of them")
     missing = [column for column in ("path", "label") if column not in names]
     if missing:
         raise InputError(

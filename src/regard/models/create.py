@@ -59,6 +59,8 @@ def create(name: str, *, num_classes: int | None, **options: Any) -> nn.Module:
     Options are those of the class (`SimpleViT`, `PixelResNet`, `TimmModel`), such as `image_size`
     and `channels`, and override what the name says.
     """
+    if not isinstance(name, str):
+        raise InputError(f"the model is {name!r}; give a name, such as 'simple-vit-ti/4'")
     if name.startswith(TIMM):
         return TimmModel(name.removeprefix(TIMM), num_classes=num_classes, **options)
     vit = re.fullmatch(r"simple-vit-(?P<size>[a-z]+)/(?P<patch>[1-9]\d*)", name)

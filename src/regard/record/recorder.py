@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import InputError, counted, nearest
-from regard.layers.checks import pair
+from regard.layers.checks import count, pair
 from regard.record.calls import Call
 from regard.record.reductions import reduce_call
 from regard.record.refuse import Layers, check_keep, check_readable
@@ -161,6 +161,8 @@ def record(
     kinds = check_keep(keep)
     if grid is not None:
         grid = pair(grid, "grid")
+    if images is not None:
+        images = count(images, "images")
     seen = Recording()
     recorder = _Recorder(seen, chosen, kinds, queries, images)
     watch = Watch(model, recorder.receive, grid=grid)

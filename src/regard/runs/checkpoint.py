@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor
 
 from regard.errors import InputError
-from regard.files import atomic_folder, read_json, sync, write_json, write_weights
+from regard.files import atomic_folder, meaning, read_json, sync, write_json, write_weights
 from regard.runs.folder import RunFolder
 from regard.runs.state import Progress, TrainState, is_sharded
 
@@ -105,7 +106,10 @@ class Checkpoints:
 
 def load_checkpoint(path: Path, state: TrainState) -> None:
     """Bring the state to that of a checkpoint folder, in place; all processes call it together."""
-    shapes = stored_shapes(path)
+    try:
+        shapes = stored_shapes(path)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise not_whole(path, error) from None
     state.prepare(shapes)
     tensors = state.tensors()
     if set(shapes) != set(tensors):
@@ -121,7 +125,17 @@ def load_checkpoint(path: Path, state: TrainState) -> None:
             storage_reader=dcp.HuggingFaceStorageReader(str(path)),
             no_dist=not dist.is_initialized(),
         )
-    state.progress = Progress.from_dict(read_json(path / PROGRESS_FILE))
+    progress = read_json(path / PROGRESS_FILE)
+    with meaning(path / PROGRESS_FILE):
+        state.progress = Progress.from_dict(progress)
+
+
+def not_whole(path: Path, error: Exception) -> InputError:
+    """What to say of a checkpoint that is damaged."""
+    return InputError(
+        f"{path} is no whole checkpoint ({error}); remove it to go on from the one before, or "
+        "restore it"
+    )
 
 
 def stored_shapes(path: Path) -> dict[str, torch.Size]:

@@ -5,6 +5,7 @@ import csv
 import errno
 import json
 import os
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.errors import InputError, RegardError
-from regard.files import read_json, read_weights, write_json, write_text, write_weights
+from regard.files import meaning, read_json, read_weights, write_json, write_text, write_weights
 from regard.images import Data, open_data
 from regard.locks import locked
 from regard.models.create import create
@@ -67,6 +68,7 @@ class RunFolder:
         """A folder for a new run: `out`, which may not exist, or runs/NAME, runs/NAME-2, …"""
         if out is not None:
             out = Path(out)
+            refuse_unwritable(str(out))
             if out.exists() and not (out.is_dir() and cls(out).not_begun()):
                 raise InputError(
                     f"{out} exists already; add --resume to go on with the run in it, or give "
@@ -86,7 +88,9 @@ class RunFolder:
 
     def config(self) -> RunConfig:
         """What stands in config.json."""
-        return RunConfig.from_dict(read_json(self.config_file), str(self.config_file))
+        values = read_json(self.config_file)
+        with meaning(self.config_file):
+            return RunConfig.from_dict(values, str(self.config_file))
 
     def write_config(self, config: RunConfig) -> None:
         write_json(self.config_file, config.to_dict())
@@ -94,18 +98,34 @@ class RunFolder:
     def data(self) -> Data:
         """The run's own data with the run's own splits; a changed dataset is refused."""
         recipe = self.config().recipe
-        return open_data(
-            recipe.data,
-            channels=recipe.channels,
-            record=read_json(self.split_file),
-            quarantine=self.quarantine_file if self.quarantine_file.exists() else None,
-        )
+        record = read_json(self.split_file)
+        there = self.quarantine_file.exists()
+        with meaning(self.split_file):
+            data = open_data(
+                recipe.data,
+                channels=recipe.channels,
+                record=record,
+                quarantine=self.quarantine_file if there else None,
+            )
+        source = data.splits["train"].source
+        if source.has_files and not source.streamed and not there:
+            raise InputError(
+                f"{self.quarantine_file} is missing, which names the pictures that this run leaves "
+                "out; restore it, or start a new run"
+            )
+        return data
 
     def load_model(self, device: Any = "cpu") -> Any:
         """The trained model, in eval mode, with the weights that evaluation uses."""
         config = self.config()
         model = create(**config.model)
-        model.load_state_dict(read_weights(self.weights_file))
+        try:
+            model.load_state_dict(read_weights(self.weights_file))
+        except RuntimeError as error:
+            raise InputError(
+                f"{self.weights_file} holds weights of another model than {self.config_file.name} "
+                f"describes ({str(error).splitlines()[-1].strip()}); restore one of the two"
+            ) from None
         return model.to(device).eval()
 
     def write_weights(self, state: Mapping[str, Any], config: RunConfig, step: int) -> None:
@@ -137,7 +157,11 @@ class RunFolder:
         if not self.metrics_file.exists():
             return []
         lines = self.metrics_file.read_bytes().split(b"\n")
-        return [json.loads(line) for line in lines[:-1]]
+        with meaning(self.metrics_file):
+            values = [json.loads(line) for line in lines[:-1]]
+            if any("step" not in value for value in values):
+                raise ValueError("a line without its step")
+            return values
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop the lines of steps after `step`, which a resumed run writes again."""
@@ -182,7 +206,7 @@ class RunFolder:
         """The steps of the whole checkpoints, ascending."""
         with contextlib.suppress(OSError):
             names = (p.name for p in self.checkpoints.iterdir() if p.is_dir())
-            return sorted(int(n.removeprefix("step-")) for n in names if n.startswith("step-"))
+            return sorted(int(n[5:]) for n in names if re.fullmatch(r"step-\d{9}", n))
         return []
 
     def checkpoint(self, step: int) -> Path:
@@ -218,3 +242,11 @@ class RunFolder:
             data = "DATA"
         words = ["regard", "train", data, "--out", str(self.path), "--resume", *options]
         return f"`{shlex.join(words)}`"
+
+
+def refuse_unwritable(out: str) -> None:
+    """Refuse a name that files of weights, whose names are UTF-8, cannot lie under."""
+    try:
+        out.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InputError(f"{out!r} is no name in UTF-8; give another --out") from None

@@ -6,23 +6,23 @@ from regard.errors import InputError
 
 # field: (smallest, largest, smallest allowed); None of the request is not looked at
 RANGES: dict[str, tuple[float, float, bool]] = {
-    "epochs": (0, float("inf"), False),
-    "steps": (1, float("inf"), True),
-    "minutes": (0, float("inf"), False),
-    "batch_size": (1, float("inf"), True),
-    "microbatch": (1, float("inf"), True),
-    "lr": (0, float("inf"), False),
+    "epochs": (0, 1e9, False),
+    "steps": (1, 1e12, True),
+    "minutes": (0, 1e7, False),
+    "batch_size": (1, 1e9, True),
+    "microbatch": (1, 1e9, True),
+    "lr": (0, 1e9, False),
     "seed": (0, 2**63 - 1, True),
     "workers": (0, 512, True),
-    "weight_decay": (0, float("inf"), True),
+    "weight_decay": (0, 1e9, True),
     "warmup": (0, 1, True),
     "clip": (0, float("inf"), True),
     "ema": (0, 0.999999, True),
     "label_smoothing": (0, 0.999, True),
-    "eval_every": (0, float("inf"), False),
-    "save_every": (0, float("inf"), False),
-    "memory": (0, float("inf"), True),
-    "keep": (1, float("inf"), True),
+    "eval_every": (0, 1e9, False),
+    "save_every": (0, 1e9, False),
+    "memory": (0, 1e9, True),
+    "keep": (1, 1e9, True),
 }
 
 

@@ -30,6 +30,7 @@ from regard.runs.optimizer import build_optimizers
 from regard.runs.prescan import without_quarantined
 from regard.runs.processes import Processes
 from regard.runs.reference import reference_images
+from regard.runs.refuse import refuse_inside, refuse_own, refuse_start_size
 from regard.runs.reporter import Reporter
 from regard.runs.resolve import new_recipe, resumed_recipe
 from regard.runs.state import TrainState
@@ -40,6 +41,7 @@ def new_job(
     config: TrainConfig, folder: RunFolder, processes: Processes, reporter: Reporter
 ) -> Job:
     """Set up a run from its first step and write what the folder says about it."""
+    refuse_inside(folder.path, config.data)
     origin = RunFolder.open(config.init) if config.init else None
     source = origin.config() if origin else None
     channels = config.channels or (source.preprocess.channels if source else None)
@@ -52,6 +54,7 @@ def new_job(
     else:
         mean, std = pixel_statistics(data.splits["train"])
         preprocess = Preprocess(recipe.image_size, recipe.fit, data.channels, mean, std)
+    refuse_own(recipe.model_options)
     arguments: dict[str, Any] = {
         "name": recipe.model,
         "num_classes": len(data.classes),
@@ -62,6 +65,7 @@ def new_job(
     }
     torch.manual_seed(recipe.seed)
     model = create(**arguments)
+    refuse_start_size(recipe, model)
     if origin is not None:
         notes.append(start_from(model, origin, data))
     run_config = RunConfig(

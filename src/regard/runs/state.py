@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from regard.errors import InputError
+
 
 @dataclass
 class Progress:
@@ -30,6 +32,11 @@ class Progress:
     def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
         """Rebuild from `to_dict`'s result."""
         known: dict[str, Any] = {k: float("inf") if v is None else v for k, v in values.items()}
+        odd = [
+            k for k, v in known.items() if isinstance(v, bool) or not isinstance(v, (int, float))
+        ]
+        if odd:
+            raise InputError(f"progress: {odd[0]} is {known[odd[0]]!r}; restore the file")
         return cls(**known)
 
 

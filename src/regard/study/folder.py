@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.errors import InputError
-from regard.files import read_json, write_json
+from regard.files import meaning, read_json, write_json
 from regard.locks import locked
 from regard.study.plan import Grid, Run, Settings
 
@@ -100,7 +100,15 @@ class StudyFolder:
 
     def results(self, grid: Grid) -> list[dict[str, Any]]:
         """The figures of the finished runs of a grid."""
-        return [read_json(self.run_file(run)) for run in grid.runs() if self.finished(run)]
+        found = []
+        for run in grid.runs():
+            if self.finished(run):
+                result = read_json(self.run_file(run))
+                with meaning(self.run_file(run)):
+                    if {name: result[name] for name in vars(run)} != vars(run):
+                        raise ValueError("it is of another run")
+                found.append(result)
+        return found
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

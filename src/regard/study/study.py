@@ -46,6 +46,8 @@ def study(options: StudyOptions, say: Callable[[str], None] | None = None) -> St
     there is a terminal.
     """
     reporter = Reporter(say=say)
+    device = pick_device(options.device).type
+    workers = worker_count(options.workers, device)
     folder = StudyFolder.open(options.out) if options.resume else None
     before = folder.plan() if folder else None
     settings, pictures = prepare(options, before, reporter.say)
@@ -63,7 +65,7 @@ def study(options: StudyOptions, say: Callable[[str], None] | None = None) -> St
     plan = Plan(settings, grid)
     with folder.lock():
         folder.write_plan(plan)
-        train_missing(folder, plan, pictures, options, reporter, say is not None)
+        train_missing(folder, plan, pictures, workers, device, reporter, say is not None)
         results = folder.results(grid)
         summary = summarise(settings, grid, results)
         write_results(folder, plan, summary, results)
@@ -153,7 +155,8 @@ def train_missing(
     folder: StudyFolder,
     plan: Plan,
     pictures: Pictures,
-    options: StudyOptions,
+    workers: int,
+    device: str,
     reporter: Reporter,
     spoken: bool,
 ) -> None:
@@ -167,8 +170,6 @@ def train_missing(
         reporter.say(f"{len(runs) - len(missing)} of {len(runs)} runs are finished already")
     if not missing:
         return
-    device = pick_device(options.device).type
-    workers = worker_count(options.workers, device)
     reporter.say(
         f"{counted(len(missing), 'run')}, {min(workers, len(missing))} at a time, on {device}"
     )

@@ -12,6 +12,7 @@ from regard.devices import pick_device
 from regard.errors import InputError
 from regard.files import write_text
 from regard.images import Preprocess, decode
+from regard.images.folder import read_file
 from regard.runs.folder import RunFolder
 from regard.views.faithfulness import measure
 from regard.views.look_data import Look, Picture, look_at
@@ -100,9 +101,11 @@ def check_apart(out: Path, pictures: tuple[Path, ...]) -> None:
 def read_picture(path: Path, preprocess: Preprocess) -> Picture:
     """A picture file as the model sees it, and as it is."""
     try:
-        raw = path.read_bytes()
+        raw = read_file(path)
     except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}); give a picture file") from None
+        raise InputError(
+            f"{path} cannot be read ({error.strerror or error}); give a picture file"
+        ) from None
     original = decode(raw, preprocess.channels, str(path))
     geometry = preprocess.geometry(*original.shape[-2:])
     return Picture(path.name, original, preprocess(original), geometry)

@@ -1,0 +1,47 @@
+"""Requests for a run that cannot be meant."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from regard.errors import InputError
+from regard.runs.config import Recipe
+from regard.runs.sizes import size_multiple
+
+# Options of the models that other parts of a request decide.
+OWN = {
+    "name": "--model",
+    "num_classes": "the data",
+    "channels": "--channels",
+    "image_size": "--image-size",
+    "test_flips": "--test-flips",
+}
+
+
+def refuse_own(model_options: Mapping[str, Any]) -> None:
+    """Refuse options of the model that something else of the request decides."""
+    for name in model_options:
+        if name in OWN:
+            raise InputError(f"--model-options gives {name}, which {OWN[name]} decides; use that")
+
+
+def refuse_start_size(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse a first size that the model cannot cut into its patches."""
+    unit = size_multiple(model)
+    start = recipe.start_size
+    if start is not None and (start[0] % unit[0] or start[1] % unit[1]):
+        raise InputError(
+            f"start_size is {start[0]} {start[1]}; this model takes multiples of {unit[0]} and "
+            f"{unit[1]}"
+        )
+
+
+def refuse_inside(out: Path, data: str) -> None:
+    """Refuse a run folder among the training images, which it would become a class of."""
+    if Path(data).is_dir() and out.resolve().is_relative_to(Path(data).resolve()):
+        raise InputError(
+            f"{out} lies in the training data {data}, where it would be taken for pictures; give "
+            "an --out outside"
+        )
