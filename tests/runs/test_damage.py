@@ -206,7 +206,7 @@ def test_recordings_hold_at_least_one_image():
     model = regard.create("simple-vit-nano/4", num_classes=2, image_size=8)
     for odd in (0, -1, 1.5, "x"):
         with (
-            pytest.raises(InputError, match="images=.*give a positive integer"),
+            pytest.raises(InputError, match=r"images=.*give a positive integer"),
             regard.record(model, images=odd),
         ):
             model(torch.zeros(2, 3, 8, 8))
