@@ -130,6 +130,17 @@ def test_float32_within_a_millionth(kernel, std):
     assert relative(attend(q * std, k, v, kernel=kernel), expected) <= 1e-6
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_nan_is_passed_on_and_stays_in_its_row(dtype, grad):
+    for m in (*range(1, 34), 64, 100):
+        q, k, v = (torch.randn(1, 2, rows, 32, dtype=dtype) for rows in (5, m, m))
+        q[0, 0, 2, 1] = torch.nan
+        broken = attend(q.requires_grad_(grad), k, v).isnan()
+        assert broken[0, 0, 2].all(), m
+        assert broken.sum() == 32, m
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("score_dtype", [torch.float32, torch.float16])
 def test_long_float16_queries_and_keys_give_no_nan(kernel, score_dtype):

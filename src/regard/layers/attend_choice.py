@@ -18,6 +18,9 @@ KERNELS = ("plain", "sdpa", "blocked")
 
 # Widest head that the fused kernels of CUDA (flash, cuDNN) take.
 CUDA_FUSED_WIDTH = 256
+# With fewer keys than the widest vectors hold floats, torch's fused kernel on CPU gives zeros for
+# a query that holds NaN (seen in 2.14 with fewer than 8 on AVX2).
+FUSED_FEWEST_KEYS = 16
 # bfloat16 where the CPU has instructions for it: torch's fused kernel is further from the GEMM
 # limit there, most of all with at most so many keys.
 BF16_FEW_KEYS = 256
@@ -155,6 +158,8 @@ def choose(problem: Problem, kernel: str = "auto", forced: Settings = NOTHING_FO
         return Choice(forced.kernel, f"attention_kernel({forced.kernel!r}) is in force")
     if problem.device != "cpu":
         return _choose_accelerator(problem)
+    if problem.m < FUSED_FEWEST_KEYS:
+        return Choice("plain", "with so few keys torch's fused kernel on CPU hides a NaN query")
     if problem.dtype == torch.bfloat16 and problem.bf16_products:
         return _choose_bf16_cpu(problem)
     return _choose_cpu(problem)
