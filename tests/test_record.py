@@ -548,3 +548,23 @@ def test_a_notebook_shows_a_picture():
         model(torch.randn(1, 3, 12, 20))
     assert seen._repr_png_() is None
     assert "largest_logit (1, 2)" in seen._repr_html_()
+
+
+def test_odd_requests_are_refused():
+    model = create("simple-vit-nano/4", num_classes=2, image_size=8)
+    for odd in (0, -1, 1.5, "x"):
+        with (
+            pytest.raises(InputError, match=r"images=.*give a positive integer"),
+            record(model, images=odd),
+        ):
+            model(torch.zeros(2, 3, 8, 8))
+    odd_options = [{"queries": odd} for odd in ([], "x", [1.5], 5, [(0, 0, 0)], [[0, 1]])]
+    odd_options += [{"keep": None}, {"keep": 3}, {"layers": 1.5}]
+    for options in odd_options:
+        name = next(iter(options))
+        with pytest.raises(InputError, match=name), record(model, **options):
+            model(torch.zeros(2, 3, 8, 8))
+    with pytest.raises(InputError, match="a str came; give the model"), record("model"):
+        pass
+    with pytest.raises(InputError, match="the model is None; give a name"):
+        create(None, num_classes=2)

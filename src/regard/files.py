@@ -271,12 +271,18 @@ def choose_entry(value: Any, entry: str | None, path: Path) -> dict[str, Tensor]
     return next(iter(found.values()))
 
 
-def tensor_dicts(value: Any, name: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Every dictionary in a checkpoint that holds nothing but tensors by name, with its path."""
-    if not isinstance(value, Mapping) or not value:
+def tensor_dicts(
+    value: Any, name: str = "", within: tuple[int, ...] = ()
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Every dictionary in a checkpoint that holds nothing but tensors by name, with its path.
+
+    `within` identifies the dictionaries around it: a checkpoint may hold itself.
+    """
+    if not isinstance(value, Mapping) or not value or id(value) in within:
         return
     if all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items()):
         yield name, dict(value)
         return
     for key, inner in value.items():
-        yield from tensor_dicts(inner, f"{name}.{key}" if name else str(key))
+        path = f"{name}.{key}" if name else str(key)
+        yield from tensor_dicts(inner, path, (*within, id(value)))

@@ -5,7 +5,6 @@ import os
 import shutil
 
 import pytest
-import torch
 
 from regard.__main__ import run as command
 from regard.errors import InputError
@@ -183,6 +182,12 @@ def test_a_folder_whose_name_is_not_utf_8_is_refused_before_training(tmp_path):
         train(tiny_config(out), say=quiet)
 
 
+def test_a_link_to_nothing_is_no_place_for_a_run(tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path / "gone")
+    with pytest.raises(InputError, match="run is a link to nothing; remove it"):
+        train(tiny_config(tmp_path / "run"), say=quiet)
+
+
 def test_no_data_at_all_is_not_the_folder_one_is_in(tmp_path, monkeypatch):
     monkeypatch.chdir(picture_folder(tmp_path / "data"))
     with pytest.raises(InputError, match="DATA is empty"):
@@ -198,17 +203,3 @@ def test_a_pipe_is_no_picture(trained, tmp_path, capsys):
     line = ["look", str(trained), "/dev/zero", "--out", str(tmp_path / "look")]
     assert command(line) == 2
     assert "pipe or a device" in capsys.readouterr().err
-
-
-def test_recordings_hold_at_least_one_image():
-    import regard
-
-    model = regard.create("simple-vit-nano/4", num_classes=2, image_size=8)
-    for odd in (0, -1, 1.5, "x"):
-        with (
-            pytest.raises(InputError, match=r"images=.*give a positive integer"),
-            regard.record(model, images=odd),
-        ):
-            model(torch.zeros(2, 3, 8, 8))
-    with pytest.raises(InputError, match="the model is None; give a name"):
-        regard.create(None, num_classes=2)

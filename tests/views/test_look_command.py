@@ -65,6 +65,19 @@ def test_several_pictures_get_an_index_and_a_measurement(run, pictures, tmp_path
         assert 0 < areas["insertion"] < 1
 
 
+def test_files_of_others_are_not_written_over(run, pictures, tmp_path):
+    out = tmp_path / "theirs"
+    out.mkdir()
+    (out / "look.html").write_text("precious")
+    options = LookOptions(run=run, images=(pictures[0],), out=out)
+    with pytest.raises(InputError, match="holds files that `regard look` did not write"):
+        look(options)
+    assert (out / "look.html").read_text() == "precious"
+    (out / "look.html").unlink()
+    first = look(options).page.read_text()
+    assert look(options).page.read_text() == first  # our own are
+
+
 def test_pictures_are_not_written_over(run, pictures):
     before = pictures[0].read_bytes()
     with pytest.raises(InputError, match=r"a b\.png and a b-heads\.png would be written"):

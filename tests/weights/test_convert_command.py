@@ -238,6 +238,22 @@ def test_a_folder_is_uploaded_whole(tmp_path, monkeypatch):
         push_to_hub(tmp_path, "owner/name")
 
 
+def test_a_checkpoint_that_holds_itself_is_read(tmp_path, ldm_state):
+    held = {"state_dict": ldm_state}
+    held["self"] = held
+    torch.save(held, tmp_path / "vae.ckpt")
+    options = ConvertOptions(tmp_path / "vae.ckpt", tmp_path / "out", facts=Facts(rest="drop"))
+    assert len(convert_file(options, lambda _: None).blocks) == 2
+
+
+def test_a_link_to_nothing_is_no_place_to_write(tmp_path, ldm_state):
+    write_weights(tmp_path / "vae.safetensors", ldm_state)
+    (tmp_path / "out").symlink_to(tmp_path / "gone")
+    options = ConvertOptions(tmp_path / "vae.safetensors", tmp_path / "out")
+    with pytest.raises(InputError, match="out exists already"):
+        convert_file(dataclasses.replace(options, facts=Facts(rest="drop")))
+
+
 def test_facts_beside_the_weights_are_read(tmp_path, ldm_state):
     first, second = tmp_path / "one", tmp_path / "two"
     write_weights(tmp_path / "vae.safetensors", ldm_state)

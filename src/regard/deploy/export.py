@@ -163,7 +163,7 @@ def destination(options: ExportOptions) -> Path:
     if out.suffix != suffix:
         raise InputError(f"{out} has the ending {out.suffix!r}; --to {options.to} writes {suffix}")
     if out.exists() and not options.force:
-        raise InputError(f"{out} exists already; give another -o, or --force")
+        raise InputError(f"{out} exists already; give another --out, or --force")
     return out
 
 

@@ -46,7 +46,7 @@ class Parts:
         if not self.out.parent.is_dir():
             raise InputError(f"{self.out.parent} is no folder; create it first")
         if self.out.exists() and not force:
-            raise InputError(f"{self.out} exists already; give another -o, or --force")
+            raise InputError(f"{self.out} exists already; give another --out, or --force")
         try:
             self.folder.mkdir(exist_ok=True)
             with locked(

@@ -216,5 +216,5 @@ def check_shards(out: Path, world: int) -> None:
     if others and world > 1:
         raise InputError(
             f"{out.parent} holds {min(others)}, a shard of another number of processes; remove "
-            "those shards, use as many processes, or give another -o"
+            "those shards, use as many processes, or give another --out"
         )

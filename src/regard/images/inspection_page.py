@@ -109,8 +109,8 @@ def _samples(inspection: Inspection, preprocess: Preprocess) -> str:
         for fit in order
     )
     lead = (
-        f"Samples of the training split as the model will see them, {h} × {w} pixels"
-        f"{' of grey' if preprocess.channels == 1 else ''}, before normalising."
+        f"Samples of the training split as a model of {h} × {w} pixels will see them"
+        f"{', in grey' if preprocess.channels == 1 else ''}, before normalising."
     )
     return section("As the model sees them", lead, f"<div class=fits>{tabs}{grids}</div>")
 

@@ -11,7 +11,7 @@ from regard.errors import InputError, counted, nearest
 from regard.layers.checks import count, pair
 from regard.record.calls import Call
 from regard.record.reductions import reduce_call
-from regard.record.refuse import Layers, check_keep, check_readable
+from regard.record.refuse import Layers, check_keep, check_queries, check_readable
 from regard.record.scratch import Scratch
 from regard.record.tokens import Tokens
 from regard.record.watch import Watch
@@ -164,7 +164,7 @@ def record(
     if images is not None:
         images = count(images, "images")
     seen = Recording()
-    recorder = _Recorder(seen, chosen, kinds, queries, images)
+    recorder = _Recorder(seen, chosen, kinds, check_queries(queries), images)
     watch = Watch(model, recorder.receive, grid=grid)
     with watch:
         yield seen
@@ -185,7 +185,7 @@ class _Recorder:
         self.seen = seen
         self.layers = layers
         self.kinds = kinds
-        self.queries = None if queries is None else list(queries)
+        self.queries = queries
         self.images = images
         self.modules: dict[str, str] = {}  # attention to module, all that ran
 

@@ -1,7 +1,9 @@
 """Refusals: models that cannot be read, and layers, kinds and queries that are not there."""
 
 import fnmatch
+import operator
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +17,8 @@ WINDOWED = ("ShiftedWindowAttention", "ShiftedWindowAttentionV2", "WindowAttenti
 
 def check_readable(model: nn.Module) -> None:
     """Refuse a model whose attention cannot be seen from outside or is over windows."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"a {type(model).__name__} came; give the model itself, a torch.nn.Module")
     for name, module in model.named_modules():
         kind = type(module).__name__
         where = f"{name} ({kind})" if name else kind
@@ -37,8 +41,30 @@ def check_readable(model: nn.Module) -> None:
             )
 
 
+def check_queries(queries: Any) -> list[int | tuple[int, int]] | None:
+    """The chosen queries, or a refusal of what is no token index and no (row, column)."""
+    if queries is None:
+        return None
+    needed = "give a list of token indices or of (row, column)"
+    if isinstance(queries, (str, bytes)) or not isinstance(queries, Sequence) or not queries:
+        raise InputError(f"queries={queries!r}: {needed}, with at least one of them")
+    found: list[int | tuple[int, int]] = []
+    for query in queries:
+        numbers = query if isinstance(query, tuple) else (query,)
+        try:
+            whole = tuple(operator.index(number) for number in numbers)
+        except TypeError:
+            whole = ()
+        if len(whole) != (2 if isinstance(query, tuple) else 1):
+            raise InputError(f"queries has {query!r}; {needed}")
+        found.append((whole[0], whole[1]) if isinstance(query, tuple) else whole[0])
+    return found
+
+
 def check_keep(keep: str | Sequence[str]) -> tuple[str, ...]:
     """The kinds to keep, or a refusal of an unknown one."""
+    if not isinstance(keep, (str, list, tuple, set, frozenset)):
+        raise InputError(f"keep={keep!r}: give some of {', '.join(KINDS)}")
     kinds = (keep,) if isinstance(keep, str) else tuple(keep)
     for kind in kinds:
         if kind not in KINDS:
@@ -60,6 +86,8 @@ class Layers:
     def __init__(self, wanted: Iterable[str | int] | str | int | None, model: nn.Module) -> None:
         if isinstance(wanted, (str, int)):
             wanted = [wanted]
+        if wanted is not None and not isinstance(wanted, Iterable):
+            raise InputError(f"layers={wanted!r}: give names, positions, or None for all")
         self.every = wanted is None
         items = list(wanted or [])
         self.patterns = [item for item in items if isinstance(item, str)]

@@ -69,6 +69,8 @@ class RunFolder:
         if out is not None:
             out = Path(out)
             refuse_unwritable(str(out))
+            if out.is_symlink() and not out.exists():
+                raise InputError(f"{out} is a link to nothing; remove it, or give another --out")
             if out.exists() and not (out.is_dir() and cls(out).not_begun()):
                 raise InputError(
                     f"{out} exists already; add --resume to go on with the run in it, or give "

@@ -19,7 +19,7 @@ from regard.views.look_data import Look, Picture, look_at
 from regard.views.look_page import VIEWS, fitted, look_page
 from regard.views.look_pictures import write_pictures
 from regard.views.maps import cell_at
-from regard.views.page import Html, page, picture, tag
+from regard.views.page import GENERATOR, Html, page, picture, tag
 
 # The longest side of a picture in the index, in pixels.
 THUMB = 160
@@ -67,6 +67,8 @@ def look(options: LookOptions) -> LookResult:
     folder = RunFolder.open(options.run)
     out = options.out or folder.path / "look"
     check_apart(out, options.images)
+    if options.out is not None:
+        check_ours(out)
     config = folder.config()
     model = folder.load_model(pick_device(options.device))
     pictures = [read_picture(path, config.preprocess) for path in options.images]
@@ -86,6 +88,18 @@ def look(options: LookOptions) -> LookResult:
     if len(looks) > 1:
         write_text(out / "look.html", index(names, looks))
     return LookResult(out / "look.html", tuple(written), measured)
+
+
+def check_ours(out: Path) -> None:
+    """Refuse a folder that holds files, unless a page of ours is among them."""
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    page_file = out / "look.html"
+    if page_file.is_file() and GENERATOR in page_file.read_text("utf-8", errors="replace")[:2000]:
+        return
+    raise InputError(
+        f"{out} holds files that `regard look` did not write; give a new or an empty folder"
+    )
 
 
 def check_apart(out: Path, pictures: tuple[Path, ...]) -> None:

@@ -68,6 +68,10 @@ dt { color: var(--soft); } dd { margin: 0; }
 """
 
 
+#: Stands in every page, and says whose it is.
+GENERATOR = '<meta name="generator" content="regard">'
+
+
 class Html(str):
     """Markup that is safe to put into a page as it is."""
 
@@ -101,7 +105,7 @@ def page(title: str, *sections: Any) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
+        f"{GENERATOR}\n<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
         f"<body>\n{joined(sections)}\n</body>\n</html>\n"
     )
 

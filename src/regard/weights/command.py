@@ -38,7 +38,7 @@ class ConvertOptions:
 
 def convert_file(options: ConvertOptions, say: Callable[[str], Any] = print) -> Conversion:
     """Read, convert, run both sides on one input, and write the folder whole or not at all."""
-    if options.out.exists():
+    if options.out.exists() or options.out.is_symlink():
         raise InputError(f"{options.out} exists already; give a new folder, or remove this one")
     state = read_state(options.src, options.entry)
     beside = read_beside(options.src)
