@@ -86,7 +86,7 @@ def test_the_weights_alone_say_what_they_are(vit_run, pictures, tmp_path):
         (torch.zeros(8, 8, 3, dtype=torch.uint8), "1 or 3 channels"),
         (np.zeros((3, 8, 8), np.uint8), "1 or 3 channels"),
         (np.zeros((0, 8, 3), np.uint8), "came"),
-        (7, "a int holds no pictures"),
+        (7, "no pictures are in an object of type int"),
     ],
 )
 def test_what_is_no_picture_is_refused(vit_run, images, words):
