@@ -1,6 +1,7 @@
 """Frozen dataclasses to command lines: the docstring under a field is its help."""
 
 import dataclasses
+import inspect
 import types
 import typing
 from collections.abc import Iterable
@@ -29,7 +30,7 @@ def parse(
         shown,
         prog=f"regard {command}",
         args=arguments,
-        description=options.__doc__,
+        description=inspect.cleandoc(options.__doc__ or ""),
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     return typing.cast(Options, rebuilt(options, parsed))
@@ -48,7 +49,7 @@ def described(options: type[Any], positional: tuple[str, ...] = ()) -> type[Any]
             kind: Any = Annotated[inner, tyro.conf.arg(name="")]
             default = dataclasses.field(default_factory=inner)
         else:
-            word = metavar(field.name, hint, field.name in positional)
+            word = metavar(field, hint, field.name in positional)
             shown = tyro.conf.arg(
                 name=field.name.rstrip("_"), metavar=word, help_behavior_hint=default_hint(field)
             )
@@ -137,10 +138,14 @@ def refuse_unknown(command: str, arguments: list[str], names: Iterable[str]) -> 
             )
 
 
-def metavar(name: str, hint: Any, is_positional: bool) -> str | None:
-    """What stands for the value in the help: DATA, PATH, {a,b}, INT INT; nothing for a flag."""
+def metavar(field: "dataclasses.Field[Any]", hint: Any, is_positional: bool) -> str | None:
+    """What stands for the value in the help: DATA, [DATA] where it may be left out, IMAGES …
+    where there may be several, PATH, {a,b}, INT INT; nothing for a flag.
+    """
     if is_positional:
-        return name.upper()
+        several = typing.get_origin(hint) is tuple
+        word = field.name.upper() + " …" * several
+        return f"[{word}]" if field.default is None else word
     if hint is bool:
         return None
     kinds = [kind for kind in alternatives(hint) if kind is not type(None)]
