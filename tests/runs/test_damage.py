@@ -64,6 +64,9 @@ DAMAGE = {
     "a split without val": lambda f: (f / "split.json").write_text(
         json.dumps({**json.loads((f / "split.json").read_text()), "val": None})
     ),
+    "a split that holds nothing out": lambda f: (f / "split.json").write_text(
+        json.dumps({**json.loads((f / "split.json").read_text()), "val": ["nope"]})
+    ),
 }
 
 

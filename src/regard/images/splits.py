@@ -193,6 +193,20 @@ def _recall(listing: Listing, splits: np.ndarray, record: dict[str, Any]) -> Non
     for i in np.flatnonzero(splits == "train"):
         if listing.source.name(int(i)) in held:
             splits[i] = "val"
+    if not (splits == "val").any():
+        raise InputError(
+            f"no picture that the split on record holds out is in {listing.name}; restore the "
+            "split, or give the data it was made from"
+        )
+
+
+def check_shape(record: Any) -> None:
+    """Raise what a record of a split raises that is none: `TypeError`, `KeyError`, `ValueError`."""
+    for name in ("val", "classes"):
+        if not all(isinstance(entry, str) for entry in record[name]):
+            raise TypeError(f"{name} holds more than names")
+    if not isinstance(record["fingerprint"], str):
+        raise TypeError(f"fingerprint is {record['fingerprint']!r}")
 
 
 def _check_record(

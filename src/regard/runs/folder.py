@@ -15,6 +15,7 @@ from typing import Any
 from regard.errors import InputError, RegardError
 from regard.files import meaning, read_json, read_weights, write_json, write_text, write_weights
 from regard.images import Data, open_data
+from regard.images.splits import check_shape
 from regard.locks import locked
 from regard.models.create import create
 from regard.runs.config import RunConfig
@@ -103,12 +104,13 @@ class RunFolder:
         record = read_json(self.split_file)
         there = self.quarantine_file.exists()
         with meaning(self.split_file):
-            data = open_data(
-                recipe.data,
-                channels=recipe.channels,
-                record=record,
-                quarantine=self.quarantine_file if there else None,
-            )
+            check_shape(record)
+        data = open_data(
+            recipe.data,
+            channels=recipe.channels,
+            record=record,
+            quarantine=self.quarantine_file if there else None,
+        )
         source = data.splits["train"].source
         if source.has_files and not source.streamed and not there:
             raise InputError(

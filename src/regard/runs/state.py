@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from regard.errors import InputError
-
 
 @dataclass
 class Progress:
@@ -32,11 +30,9 @@ class Progress:
     def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
         """Rebuild from `to_dict`'s result."""
         known: dict[str, Any] = {k: float("inf") if v is None else v for k, v in values.items()}
-        odd = [
-            k for k, v in known.items() if isinstance(v, bool) or not isinstance(v, (int, float))
-        ]
+        odd = [f"{k} is {v!r}" for k, v in known.items() if type(v) not in (int, float)]
         if odd:
-            raise InputError(f"progress: {odd[0]} is {known[odd[0]]!r}; restore the file")
+            raise TypeError(odd[0])
         return cls(**known)
 
 
