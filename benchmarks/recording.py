@@ -114,7 +114,10 @@ def compared(what: str, plain: float, recorded: float) -> list[str]:
 
 
 def answer_times(moves: int = 60) -> list[float]:
-    """Milliseconds from a pointer move to the next painted frame, in Chromium, ascending."""
+    """Milliseconds from a pointer move to the next painted frame, in Chromium, ascending.
+
+    The browser itself is still at work for a second after loading; nobody points before.
+    """
     from playwright.sync_api import sync_playwright
 
     from regard.images import Preprocess
@@ -133,6 +136,7 @@ def answer_times(moves: int = 60) -> list[float]:
         chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
         tab = chromium.new_page(viewport={"width": 1200, "height": 900})
         tab.goto(file.as_uri())
+        tab.wait_for_timeout(1000)
         print(f"page of {len(text.encode()) / 1e6:.2f} MB")
         times = tab.evaluate(
             """async moves => {

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from regard.record.scratch import Scratch
 
-# Bytes of scores in one block, at most: a CPU's cache holds them. A block has at least so many rows
-# of a head, or all of them, so that the product is worth its reading of the keys.
-BLOCK_BYTES = 2 << 20
+# Bytes of scores in one block, at most: a CPU's cache holds two such buffers, and a small model's
+# heads fit in one block, whose steps then cost little beside the model. A block has at least so
+# many rows of a head, or all of them, so that the product is worth its reading of the keys.
+BLOCK_BYTES = 1 << 20
 LEAST_ROWS = 64
 
 
@@ -91,18 +92,14 @@ class Call:
     def blocks(self, scratch: Scratch, factor: float = 1.0) -> Iterator[Block]:
         """All logits, times `factor`, in blocks of bounded size.
 
-        That is `BLOCK_BYTES`, or less: half of what queries, keys, values and result take, so that
-        the two buffers of a reduction are no more than the attention itself holds. Heads stay
-        together as long as they can, which divides a block evenly among a CPU's threads.
+        Heads stay together as long as they can, which divides a block evenly among a CPU's threads.
         """
         b, g, n, m = self.shape
-        row = m * (8 if self.v.dtype == torch.float64 else 4)
-        held = 4 * max(self.v.numel(), b * g * n * self.v.shape[-1]) * row // m
-        size = min(BLOCK_BYTES, held // 2)
+        row = m * wide_dtype(self.v).itemsize
         least = min(n, LEAST_ROWS)
-        heads = _even(g, size // (row * least))
-        rows = _even(n, max(least, size // (row * heads)))
-        images = _even(b, size // (row * n * g)) if (heads, rows) == (g, n) else 1
+        heads = _even(g, BLOCK_BYTES // (row * least))
+        rows = _even(n, max(least, BLOCK_BYTES // (row * heads)))
+        images = _even(b, BLOCK_BYTES // (row * n * g)) if (heads, rows) == (g, n) else 1
         for some_images in _slices(b, images):
             for some_heads in _slices(g, heads):
                 keys = self._keys(some_images, some_heads)
@@ -129,16 +126,16 @@ class Call:
         """
         if keys is None:
             assert self.logits is not None
-            given = wide(self.logits[images, heads][:, :, rows])
-            logits = scratch.take("logits", tuple(given.shape), given)
+            given = wide(self.logits[images, heads, rows])
+            logits = scratch.take("logits", given.shape, given)
             return torch.mul(given, factor, out=logits).clamp_(min=_floor(logits))
         assert self.q is not None
-        q = wide(self.q[images, heads][:, :, rows])
+        q = wide(self.q[images, heads, rows])
         logits = scratch.take("logits", (*q.shape[:3], keys.shape[2]), q)
         flat = logits.flatten(0, 1)
         torch.baddbmm(flat, q.flatten(0, 1), keys, beta=0, alpha=factor * self.scale, out=flat)
         if self.mask is not None:
-            mask = self.mask.expand(self.shape)[images, heads][:, :, rows]
+            mask = self.mask.expand(self.shape)[images, heads, rows]
             logits.add_(mask, alpha=factor)
         if self.causal:
             n, m = self.shape[2:]
@@ -210,9 +207,14 @@ def _floor(logits: Tensor) -> float:
     return torch.finfo(logits.dtype).min / 4
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """float32, or float64 where x is that."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def wide(x: Tensor) -> Tensor:
-    """x in float32, or in float64 where it is that."""
-    return x if x.dtype == torch.float64 else x.float()
+    """x in its `wide_dtype`."""
+    return x.to(wide_dtype(x))
 
 
 def _even(total: int, most: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from regard.record.calls import Call, wide
+from regard.record.calls import Call, wide, wide_dtype
 from regard.record.scratch import Scratch
 
 #: What `record(keep=…)` can keep. Shapes: weights (b, g, queries, m), mean (b, queries, m),
@@ -36,39 +36,35 @@ def reduce_call(call: Call, keep: Iterable[str], scratch: Scratch) -> dict[str, 
     """
     b, g, n, m = call.shape
     kinds = set(keep)
-    like = call.v.new_empty((), dtype=wide(call.v).dtype)
-    out: dict[str, Tensor] = {}
-    if "weights" in kinds:
-        out["weights"] = like.new_empty(b, g, n, m)
-    if "mean" in kinds:
-        out["mean"] = like.new_zeros(b, n, m)
-    if "received" in kinds:
-        out["received"] = like.new_zeros(b, g, m)
-    tops, totals, dots = like.new_empty(3, b, g, n).unbind()
+    tops, totals, dots = call.v.new_empty(3, b, g, n, dtype=wide_dtype(call.v)).unbind()
+    shapes = {"weights": (b, g, n, m), "mean": (b, n, m), "received": (b, g, m)}
+    out = {kind: tops.new_empty(shape) for kind, shape in shapes.items() if kind in kinds}
     for images, heads, rows, logits in call.blocks(scratch, math.log2(math.e)):
         where = images, heads, rows
         top = torch.amax(logits, -1, out=tops[where])
         if kinds == {"largest_logit"}:
             continue
         shifted = logits.sub_(top[..., None])
-        e = torch.exp2(shifted, out=scratch.take("e", tuple(shifted.shape), shifted))
+        e = torch.exp2(shifted, out=scratch.take("e", shifted.shape, shifted))
         total = torch.sum(e, -1, out=totals[where])
         if "entropy" in kinds:
             torch.sum(shifted.mul_(e), -1, out=dots[where])
         if "received" in kinds:
-            # Σ_i e_ij / l_i as a product, which takes one reading of e
+            # Σ_i e_ij / (n l_i) as a product, which takes one reading of e
             sums = out["received"][images, heads].view(-1, 1, m)
-            sums.baddbmm_(total.reciprocal().view(-1, 1, total.shape[-1]), e.flatten(0, 1))
+            shares, add = total.reciprocal().view(-1, 1, total.shape[-1]), float(rows.start > 0)
+            torch.baddbmm(sums, shares, e.flatten(0, 1), beta=add, alpha=1 / n, out=sums)
         if "weights" in kinds or "mean" in kinds:
             weights = e.div_(total[..., None])
             if "weights" in kinds:
                 out["weights"][where] = weights
             if "mean" in kinds:
-                out["mean"][images, rows] += weights.sum(1) / g
-    if "received" in kinds:
-        out["received"] /= n
+                mean = out["mean"][images, rows]
+                torch.sum(weights, 1, out=mean) if heads.start == 0 else mean.add_(weights.sum(1))
+    if "mean" in kinds:
+        out["mean"] /= g
     if "entropy" in kinds:
-        out["entropy"] = totals.log() - math.log(2) * dots / totals
+        out["entropy"] = torch.addcdiv(totals.log(), dots, totals, value=-math.log(2))
     if "largest_logit" in kinds:
         out["largest_logit"] = math.log(2) * tops.amax(-1)
     if "weights" in out and call.weights is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import InputError
-from regard.record.calls import Call
+from regard.record.calls import Call, wide_dtype
 from regard.record.refuse import check_readable
 from regard.record.scratch import Scratch
 from regard.record.tokens import Tokens
@@ -129,7 +129,7 @@ def _readout(model: nn.Module, tokens: Tokens) -> Readout:
 
 def _start(tokens: Tokens, readout: Readout, call: Call) -> Tensor:
     """r (b, n): the weight with which each final token is read."""
-    row = call.v.new_zeros(call.shape[0], tokens.count, dtype=_accumulator(call))
+    row = call.v.new_zeros(call.shape[0], tokens.count, dtype=wide_dtype(call.v))
     if readout == "class":
         if not tokens.leading:
             raise InputError('readout="class", but the model has no class token; give "mean"')
@@ -140,7 +140,3 @@ def _start(tokens: Tokens, readout: Readout, call: Call) -> Tensor:
     else:
         raise InputError(f'readout={readout!r}: give "class" or "mean"')
     return row
-
-
-def _accumulator(call: Call) -> torch.dtype:
-    return torch.float64 if call.v.dtype == torch.float64 else torch.float32

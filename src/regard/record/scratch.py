@@ -14,16 +14,15 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, bool], Tensor] = {}
+        self._held: dict[tuple[str, torch.dtype, torch.device, bool], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """An uninitialised tensor of `shape`, with like's dtype and device; the next `take` of
         the same name overwrites it.
         """
-        key = name, torch.is_inference_mode_enabled()  # such tensors cannot be used outside
-        count = math.prod(shape)
+        # Tensors made in inference mode cannot be used outside.
+        key = name, like.dtype, like.device, torch.is_inference_mode_enabled()
         held = self._held.get(key)
-        fits = held is not None and (held.dtype, held.device) == (like.dtype, like.device)
-        if held is None or not fits or held.numel() < count:
-            held = self._held[key] = like.new_empty(count)
-        return held[:count].view(shape)
+        if held is None or (count := math.prod(shape)) > held.numel():
+            held = self._held[key] = like.new_empty(shape)
+        return held if held.shape == shape else held.view(-1)[:count].view(shape)
