@@ -52,6 +52,12 @@ def native_products(device: str) -> AbstractContextManager[None]:
     return torch.autocast(device, enabled=False)
 
 
+def is_traced() -> bool:
+    """Whether what runs is compiled, traced or transformed, and not just computed."""
+    transformed = torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed
+
+
 def may_overwrite(*operands: Tensor) -> bool:
     """Whether intermediate results may be written over: no autograd, nothing traced or cast.
 
@@ -59,6 +65,6 @@ def may_overwrite(*operands: Tensor) -> bool:
     """
     if any(autocasts(x.device.type) for x in operands[:1]):
         return False
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if is_traced():
         return False
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in operands))

@@ -194,6 +194,9 @@ REFUSED = [
     ((ZERO(2, 3), ZERO(2, 3, device="meta"), ZERO(2, 3)), {}, "k is on meta and q on cpu"),
     ((ZERO(2, 3),) * 3, {"kernel": "flush"}, "kernel='flush' is unknown; .*plain, sdpa, blocked"),
     ((ZERO(2, 3),) * 3, {"score_dtype": torch.int32}, "score_dtype=torch.int32"),
+    ((ZERO(2, 3),) * 3, {"score_dtype": "float32"}, "score_dtype='float32'"),
+    ((ZERO(2, 3),) * 3, {"scale": "x"}, "scale='x': give a number"),
+    ((ZERO(2, 3),) * 3, {"scale": torch.ones(3)}, "scale=tensor.*: give a number"),
 ]
 
 

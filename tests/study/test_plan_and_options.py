@@ -99,7 +99,7 @@ def test_the_plan_is_written_and_read(tmp_path):
     folder.write_plan(plan)
     assert folder.plan() == plan
     folder.plan_file.write_text('{"format": 1}')
-    with pytest.raises(InputError, match="is no plan of a study"):
+    with pytest.raises(InputError, match="is damaged"):
         folder.plan()
 
 

@@ -16,7 +16,7 @@ from regard.layers.attend_function import (
     native,
 )
 from regard.layers.attend_kernels import plain
-from regard.layers.attend_plan import plan
+from regard.layers.attend_plan import check_scale, plan
 from regard.layers.observe import observers
 
 # Told of every choice while `explain` listens.
@@ -67,6 +67,8 @@ def attend(
     if torch.compiler.is_exporting():
         # The file must not need us, and n must stay free: no rule on shapes.
         return scaled_dot_product_attention(*autocast(q, k, v), scale=scale)
+    if scale is not None:
+        check_scale(scale)
     if observers:
         options = {"scale": scale, "score_dtype": score_dtype, "kernel": kernel}
         return observers[-1](q, k, v, options)

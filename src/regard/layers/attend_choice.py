@@ -84,8 +84,8 @@ def attention_kernel(
 
 def check_score_dtype(score_dtype: torch.dtype) -> None:
     """Refuse a dtype that holds no scores."""
-    if not score_dtype.is_floating_point:
-        raise InputError(f"score_dtype={score_dtype}: give torch.float32 or q's dtype")
+    if not isinstance(score_dtype, torch.dtype) or not score_dtype.is_floating_point:
+        raise InputError(f"score_dtype={score_dtype!r}: give torch.float32 or q's dtype")
 
 
 def rounds_faster(q: Tensor) -> bool:
@@ -95,7 +95,7 @@ def rounds_faster(q: Tensor) -> bool:
     """
     if q.dtype != torch.bfloat16 or q.device.type != "cpu" or not hardware.BF16_PRODUCTS:
         return False
-    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    return not hardware.is_traced()
 
 
 def check_kernel(kernel: str) -> None:

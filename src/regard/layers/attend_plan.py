@@ -5,6 +5,7 @@ kept, and a later call with the same shapes, dtypes and devices looks it up.
 """
 
 import functools
+import numbers
 from typing import Any, NamedTuple
 
 import torch
@@ -90,6 +91,12 @@ def _make(*key: Any) -> Plan:
 
 
 _kept = functools.lru_cache(maxsize=4096)(_make)
+
+
+def check_scale(scale: Any) -> None:
+    """Refuse what is no number."""
+    if not isinstance(scale, (int, float, numbers.Real, torch.SymFloat)):
+        raise InputError(f"scale={scale!r}: give a number, or None for 1/√d")
 
 
 def check_kinds(q: Kind, k: Kind, v: Kind) -> None:

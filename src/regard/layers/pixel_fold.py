@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.hardware import autocasts, native_products, working_dtype
+from regard.hardware import autocasts, is_traced, native_products, working_dtype
 from regard.layers.attend import attend
 from regard.layers.pixel_params import PixelParams
 from regard.layers.pixel_steps import add_projected, attend_packed, normed_tokens, project
@@ -108,7 +108,7 @@ def joining_pays(x: Tensor, num_heads: int) -> bool:
 
 def may_fold(x: Tensor) -> bool:
     """Whether folded weights may be used: nothing differentiates, traces or transforms."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if is_traced():
         return False
     if x.is_meta:  # there are no numbers to fold
         return False

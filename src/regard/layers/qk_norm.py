@@ -1,13 +1,13 @@
 """Normalisation of queries and keys, per head, before their product."""
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from regard.errors import InputError, nearest
-from regard.hardware import may_overwrite
+from regard.hardware import is_traced, may_overwrite
 
 Form = Literal["unit", "rms", "layer"]
 FORMS: tuple[str, ...] = get_args(Form)
@@ -63,23 +63,69 @@ class QKNorm(nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         d = x.shape[-1]
         gain = self.gamma.to(wide.dtype)
-        if self.form == "layer":
-            normed = nn.functional.layer_norm(wide, (d,), eps=RMS_EPS)
-        else:
-            length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-            if self.form == "unit":
-                gain = gain * math.sqrt(d)
-                normed = wide / length.clamp_min(UNIT_EPS)
-            else:
-                normed = wide * torch.rsqrt(length.square() / d + RMS_EPS)
-        normed = normed.mul_(gain) if may_overwrite(normed, gain) else normed * gain
         if self.beta is not None:
-            normed = normed + self.beta.to(wide.dtype)
-        return normed.to(x.dtype)
+            normed = _times(nn.functional.layer_norm(wide, (d,), eps=RMS_EPS), gain)
+            return (normed + self.beta.to(wide.dtype)).to(x.dtype)
+        rms = self.form == "rms"
+        if not rms:
+            gain = gain * math.sqrt(d)
+        run = _Divided.apply if torch.is_grad_enabled() and not is_traced() else _divided
+        return run(wide, gain, rms).to(x.dtype)
 
     def extra_repr(self) -> str:
         heads, _, width = self.gamma.shape
         return f"{self.form!r}, num_heads={heads}, dim_head={width}"
+
+
+def _divisor(x: Tensor, rms: bool) -> Tensor:
+    """Of each vector √(mean(x²) + 1e-6), or its length, which counts as 1e-12 at least."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    if rms:
+        return torch.sqrt(length.square() / x.shape[-1] + RMS_EPS)
+    return length.clamp_min(UNIT_EPS)
+
+
+def _times(fresh: Tensor, gain: Tensor) -> Tensor:
+    return fresh.mul_(gain) if may_overwrite(fresh, gain) else fresh * gain
+
+
+def _divided(x: Tensor, gain: Tensor, rms: bool) -> Tensor:
+    return _times(x / _divisor(x, rms), gain)
+
+
+class _Divided(torch.autograd.Function):
+    """`_divided`, with a gradient of six passes over memory in place of some fifteen.
+
+    With y = x/l · γ and u = x/l:  dγ = Σ u dy,  dx = (γ dy - c u Σ_t γ_t dy_t u_t) / l,  where c
+    is 1/d for the root mean square, 1 for the length, and 0 for a length below the smallest.
+    Gradients of gradients take the plain form.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gain: Tensor, rms: bool) -> Tensor:
+        length = _divisor(x, rms)
+        ctx.save_for_backward(x, gain, length)
+        ctx.rms = rms
+        return (x / length).mul_(gain)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gain, length = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            needed = ctx.needs_input_grad[:2]
+            wanted = [t for t, need in zip((x, gain), needed, strict=True) if need]
+            out = _divided(x, gain, ctx.rms)
+            found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
+            return *(next(found) if need else None for need in needed), None
+        part = (grad * x).div_(length)
+        dgain = part.sum_to_size(gain.shape)
+        along = part.mul_(gain).sum(-1, keepdim=True).div_(length)
+        if ctx.rms:
+            along /= x.shape[-1]
+        else:
+            along.masked_fill_(length <= UNIT_EPS, 0)
+        dx = torch.mul(grad, gain, out=part).addcmul_(x, along, value=-1).div_(length)
+        return dx, dgain, None
 
 
 def largest_logit(q_norm: nn.Module, k_norm: nn.Module) -> float:

@@ -68,14 +68,10 @@ class StudyFolder:
     def plan(self) -> Plan:
         """The plan in study.json."""
         values = read_json(self.plan_file)
-        try:
+        with meaning(self.plan_file):
             if values["format"] != 1:
                 raise InputError(f"{self.plan_file} is of another version of regard; update it")
             return Plan(Settings(**values["settings"]), Grid.from_dict(values["grid"]))
-        except (KeyError, TypeError) as error:
-            raise InputError(
-                f"{self.plan_file} is no plan of a study ({error}); restore it or begin anew"
-            ) from None
 
     def write_plan(self, plan: Plan, **results: Any) -> None:
         """study.json: the plan with the names of its runs and, when there are any, results."""

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from regard.errors import InputError, counted
-from regard.files import atomic_folder, read_state
+from regard.files import atomic_folder
 from regard.weights.beside import read_beside
 from regard.weights.convert import convert_weights
 from regard.weights.facts import Conversion, Facts
 from regard.weights.hub import write_model
+from regard.weights.state import read_state
 from regard.weights.verify import verify
 
 
