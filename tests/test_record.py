@@ -211,7 +211,10 @@ class Masked(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, q, q, **options)
 
 
-def test_masks_and_causal_calls():
+@pytest.mark.parametrize("limit", [1, 40, 128, 1 << 20])  # a row of a head, of all, an image, all
+def test_masks_and_causal_calls(limit, monkeypatch):
+    monkeypatch.setattr(calls, "BLOCK_BYTES", limit)
+    monkeypatch.setattr(calls, "LEAST_ROWS", 1)
     torch.manual_seed(0)
     q = torch.randn(2, 2, 4, 8)
     allowed = (torch.rand(2, 1, 4, 4) > 0.4) | torch.eye(4, dtype=torch.bool)
@@ -233,6 +236,10 @@ def test_masks_and_causal_calls():
         entropy = torch.special.entr(masked.softmax(-1)).sum(-1)
         torch.testing.assert_close(found.entropy.double(), entropy, atol=1e-5, rtol=0)
         torch.testing.assert_close(found.largest_logit.double(), masked.amax((-1, -2)))
+        with record(model, queries=[3, 1]) as chosen:
+            model(q, **options)
+        rows = chosen["Masked"].weights.double()
+        torch.testing.assert_close(rows, masked.softmax(-1)[:, :, [3, 1]], atol=1e-6, rtol=0)
 
 
 def test_a_model_that_was_not_called_is_no_empty_result():

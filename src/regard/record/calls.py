@@ -10,20 +10,18 @@ from torch import Tensor
 
 from regard.record.scratch import Scratch
 
-# Bytes of scores in one block, at most: a CPU's cache holds two such buffers, and a small model's
-# heads fit in one block, whose steps then cost little beside the model. A block has at least so
-# many rows of a head, or all of them, so that the product is worth its reading of the keys.
-BLOCK_BYTES = 1 << 20
+# Bytes of scores in one block, at most: a CPU's cache holds them. A block has at least so many rows
+# of a head, or all of them, so that the product is worth its reading of the keys.
+BLOCK_BYTES = 2 << 20
 LEAST_ROWS = 64
 
 
 class Block(NamedTuple):
-    """Logits (images, heads, rows, m) of a part of the batch, to be used before the next block.
+    """Logits (heads, rows, m) of some of the b · g heads of all images, for use before the next.
 
     They may be overwritten.
     """
 
-    images: slice
     heads: slice
     rows: slice
     logits: Tensor
@@ -85,65 +83,82 @@ class Call:
         """Weights (b, g, len(index), m) of the chosen queries, float32 or wider."""
         if self.weights is not None:
             return wide(self.weights[:, :, index])
-        every = slice(None)
-        keys = self._keys(every, every)
-        return self._logits(every, every, index, keys, Scratch(), 1.0).softmax(-1)
+        b, g = self.shape[:2]
+        q, k = self._operands(slice(0, b))
+        logits = self._logits(q[:, index], None if k is None else k.mT, Scratch(), 1.0)
+        self._mask(logits, slice(0, b), slice(0, g), index, 1.0)
+        return logits.softmax(-1).unflatten(0, (b, g))
 
     def blocks(self, scratch: Scratch, factor: float = 1.0) -> Iterator[Block]:
         """All logits, times `factor`, in blocks of bounded size.
 
-        Heads stay together as long as they can, which divides a block evenly among a CPU's threads.
+        That is `BLOCK_BYTES`, or less: half of what queries, keys, values and result take, so that
+        the two buffers of a reduction are no more than the attention itself holds. Heads stay
+        together as long as they can, which divides a block evenly among a CPU's threads.
         """
+        b, g, n, _ = self.shape
+        images, heads, rows = self._block_size()
+        for first in range(0, b, images):
+            some = slice(first, first + images)
+            q, k = self._operands(some)
+            # Beside products that empty the caches each call costs microseconds: few are made.
+            for head in range(0, q.shape[0], images * heads):
+                these = slice(head, head + images * heads)
+                keys = None if k is None else k[these].mT
+                for start in range(0, n, rows):
+                    part = slice(start, start + rows)
+                    logits = self._logits(q[these, part], keys, scratch, factor)
+                    self._mask(logits, some, these, part, factor)
+                    place = first * g + head
+                    yield Block(slice(place, place + logits.shape[0]), part, logits)
+
+    def _block_size(self) -> tuple[int, int, int]:
+        """Images, heads and rows of a block; several images only with all their heads and rows."""
         b, g, n, m = self.shape
         row = m * wide_dtype(self.v).itemsize
+        held = 4 * max(self.v.numel(), b * g * n * self.v.shape[-1]) * row // m
+        size = min(BLOCK_BYTES, held // 2)
         least = min(n, LEAST_ROWS)
-        heads = _even(g, BLOCK_BYTES // (row * least))
-        rows = _even(n, max(least, BLOCK_BYTES // (row * heads)))
-        images = _even(b, BLOCK_BYTES // (row * n * g)) if (heads, rows) == (g, n) else 1
-        for some_images in _slices(b, images):
-            for some_heads in _slices(g, heads):
-                keys = self._keys(some_images, some_heads)
-                for some_rows in _slices(n, rows):
-                    part = some_images, some_heads, some_rows
-                    yield Block(*part, self._logits(*part, keys, scratch, factor))
+        heads = _even(g, size // (row * least))
+        rows = _even(n, max(least, size // (row * heads)))
+        images = _even(b, size // (row * n * g)) if (heads, rows) == (g, n) else 1
+        return images, heads, rows
 
-    def _keys(self, images: slice, heads: slice) -> Tensor | None:
-        """kᵀ (images · heads, d, m) of a part; None where the model gave its logits."""
-        return None if self.k is None else wide(self.k[images, heads]).flatten(0, 1).mT
+    def _operands(self, images: slice) -> tuple[Tensor, Tensor | None]:
+        """q and k (images · g, …) of some images; where the model gave them, logits and None."""
+        if self.q is None or self.k is None:
+            assert self.logits is not None, "a call has queries and keys, or logits"
+            return wide(self.logits[images]).flatten(0, 1), None
+        return wide(self.q[images]).flatten(0, 1), wide(self.k[images]).flatten(0, 1)
 
-    def _logits(
-        self,
-        images: slice,
-        heads: slice,
-        rows: slice | Tensor,
-        keys: Tensor | None,
-        scratch: Scratch,
-        factor: float,
-    ) -> Tensor:
-        """factor · (scale · q kᵀ + mask) for a part; a masked place gets a large negative number.
+    def _logits(self, q: Tensor, keys: Tensor | None, scratch: Scratch, factor: float) -> Tensor:
+        """factor · scale · q kᵀ (heads, rows, m) from (heads, rows, d) and kᵀ (heads, d, m).
 
-        A finite one keeps 0 · logit a number in the entropy.
+        Where the model gave its logits q is a part of them, and there are no keys.
         """
+        width = q.shape[-1] if keys is None else keys.shape[-1]
+        logits = scratch.take("logits", (*q.shape[:2], width), q)
         if keys is None:
-            assert self.logits is not None
-            given = wide(self.logits[images, heads, rows])
-            logits = scratch.take("logits", given.shape, given)
-            return torch.mul(given, factor, out=logits).clamp_(min=_floor(logits))
-        assert self.q is not None
-        q = wide(self.q[images, heads, rows])
-        logits = scratch.take("logits", (*q.shape[:3], keys.shape[2]), q)
-        flat = logits.flatten(0, 1)
-        torch.baddbmm(flat, q.flatten(0, 1), keys, beta=0, alpha=factor * self.scale, out=flat)
+            return torch.mul(q, factor, out=logits).clamp_(min=_floor(logits))
+        return torch.baddbmm(logits, q, keys, beta=0, alpha=factor * self.scale, out=logits)
+
+    def _mask(
+        self, logits: Tensor, images: slice, heads: slice, rows: slice | Tensor, factor: float
+    ) -> None:
+        """Mask logits (images · heads, rows, m), in place.
+
+        A masked place gets a large negative number: 0 times it is a number, in the entropy.
+        """
+        if self.mask is None and not self.causal:
+            return
         if self.mask is not None:
-            mask = self.mask.expand(self.shape)[images, heads, rows]
-            logits.add_(mask, alpha=factor)
+            mask = self.mask.expand(self.shape)[images, heads][:, :, rows]
+            logits.view(mask.shape).add_(mask, alpha=factor)
         if self.causal:
             n, m = self.shape[2:]
-            positions = torch.arange(n, device=q.device)[rows, None]
-            logits.masked_fill_(torch.arange(m, device=q.device) > positions, -torch.inf)
-        if self.mask is not None or self.causal:
-            logits.clamp_(min=_floor(logits))
-        return logits
+            positions = torch.arange(n, device=logits.device)[rows, None]
+            logits.masked_fill_(torch.arange(m, device=logits.device) > positions, -torch.inf)
+        logits.clamp_(min=_floor(logits))
 
 
 def fused_call(
@@ -220,7 +235,3 @@ def wide(x: Tensor) -> Tensor:
 def _even(total: int, most: int) -> int:
     """The size of the fewest equal parts of at most `most`, which is at least 1."""
     return math.ceil(total / math.ceil(total / min(total, max(1, most))))
-
-
-def _slices(total: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, total)) for start in range(0, total, size)]

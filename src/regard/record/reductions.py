@@ -36,37 +36,41 @@ def reduce_call(call: Call, keep: Iterable[str], scratch: Scratch) -> dict[str, 
     """
     b, g, n, m = call.shape
     kinds = set(keep)
-    tops, totals, dots = call.v.new_empty(3, b, g, n, dtype=wide_dtype(call.v)).unbind()
-    shapes = {"weights": (b, g, n, m), "mean": (b, n, m), "received": (b, g, m)}
-    out = {kind: tops.new_empty(shape) for kind, shape in shapes.items() if kind in kinds}
-    for images, heads, rows, logits in call.blocks(scratch, math.log2(math.e)):
-        where = images, heads, rows
-        top = torch.amax(logits, -1, out=tops[where])
+    tops, totals, dots = call.v.new_empty(3, b * g, n, 1, dtype=wide_dtype(call.v)).unbind()
+    weights = tops.new_empty(b * g, n, m) if "weights" in kinds else None
+    mean = tops.new_zeros(b, n, m) if "mean" in kinds else None
+    received = tops.new_empty(b * g, 1, m) if "received" in kinds else None
+    for heads, rows, logits in call.blocks(scratch, math.log2(math.e)):
+        top = torch.amax(logits, -1, keepdim=True, out=tops[heads, rows])
         if kinds == {"largest_logit"}:
             continue
-        shifted = logits.sub_(top[..., None])
+        shifted = logits.sub_(top)
         e = torch.exp2(shifted, out=scratch.take("e", shifted.shape, shifted))
-        total = torch.sum(e, -1, out=totals[where])
+        total = torch.sum(e, -1, keepdim=True, out=totals[heads, rows])
         if "entropy" in kinds:
-            torch.sum(shifted.mul_(e), -1, out=dots[where])
-        if "received" in kinds:
+            torch.sum(shifted.mul_(e), -1, keepdim=True, out=dots[heads, rows])
+        if received is not None:
             # Σ_i e_ij / (n l_i) as a product, which takes one reading of e
-            sums = out["received"][images, heads].view(-1, 1, m)
-            shares, add = total.reciprocal().view(-1, 1, total.shape[-1]), float(rows.start > 0)
-            torch.baddbmm(sums, shares, e.flatten(0, 1), beta=add, alpha=1 / n, out=sums)
-        if "weights" in kinds or "mean" in kinds:
-            weights = e.div_(total[..., None])
-            if "weights" in kinds:
-                out["weights"][where] = weights
-            if "mean" in kinds:
-                mean = out["mean"][images, rows]
-                torch.sum(weights, 1, out=mean) if heads.start == 0 else mean.add_(weights.sum(1))
-    if "mean" in kinds:
-        out["mean"] /= g
+            sums, add = received[heads], float(rows.start > 0)
+            torch.baddbmm(sums, total.reciprocal().mT, e, beta=add, alpha=1 / n, out=sums)
+        if weights is not None or mean is not None:
+            e /= total
+        if weights is not None:
+            weights[heads, rows] = e
+        if mean is not None:
+            images = slice(heads.start // g, -(-heads.stop // g))
+            mean[images, rows] += e.unflatten(0, (-1, min(g, len(e)))).sum(1) / g
+    out: dict[str, Tensor] = {}
+    if weights is not None:  # to the bit those that the model made, where it made them
+        made = call.weights
+        out["weights"] = weights.view(b, g, n, m) if made is None else wide(made).clone()
+    if mean is not None:
+        out["mean"] = mean
+    if received is not None:
+        out["received"] = received.view(b, g, m)
     if "entropy" in kinds:
-        out["entropy"] = torch.addcdiv(totals.log(), dots, totals, value=-math.log(2))
+        nats = torch.addcdiv(totals.log(), dots, totals, value=-math.log(2))
+        out["entropy"] = nats.view(b, g, n)
     if "largest_logit" in kinds:
-        out["largest_logit"] = math.log(2) * tops.amax(-1)
-    if "weights" in out and call.weights is not None:
-        out["weights"] = wide(call.weights).clone()  # to the bit those that the model made
+        out["largest_logit"] = math.log(2) * tops.view(b, g, n).amax(-1)
     return out

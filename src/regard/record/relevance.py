@@ -83,15 +83,15 @@ def class_relevance(
 
 def _through(row: Tensor, call: Call, gradient: Tensor, scratch: Scratch) -> Tensor:
     """rᵀĀ of one layer, from r (b, n) and the gradient of its heads' outputs (b, g, n, e)."""
-    out = torch.zeros_like(row)
-    heads = call.shape[1]
-    gradient = gradient.to(row.dtype)
-    values = call.v.to(row.dtype)
-    for images, some, rows, logits in call.blocks(scratch):
-        slope = gradient[images, some, rows] @ values[images, some].mT  # b g n e, b g m e
+    b, g, _, m = call.shape
+    gradients, values = (x.to(row.dtype).flatten(0, 1) for x in (gradient, call.v))
+    shares = (row / g).repeat_interleave(g, 0)[:, None]  # (b g, 1, n): of each head
+    out = row.new_zeros(b * g, 1, m)
+    for heads, rows, logits in call.blocks(scratch):
+        slope = gradients[heads, rows] @ values[heads].mT
         weighted = slope.mul_(logits.softmax(-1)).clamp_(min=0)
-        out[images] += torch.einsum("bn,bgnm->bm", row[images, rows], weighted) / heads
-    return out
+        out[heads] += shares[heads, :, rows] @ weighted
+    return out.view(b, g, m).sum(1)
 
 
 def _one_layout(calls: list[tuple[str, Tokens, Tokens, Call]]) -> Tokens:
