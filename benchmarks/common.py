@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.errors import counted
+
 Call = Callable[[], Any]
 RESULTS = Path(__file__).parent / "results"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -320,7 +322,7 @@ def _section(rows: dict[str, Any], what: str, peers: tuple[str, ...], against: s
         share = f"{row['gflop'] / mine / row['gemm']:.0%}"
         body.append([cell, *times, best, share, busy])
     header = [what, *names, "over best peer", "of GEMM limit", "other load"]
-    means = [f"{name} {geometric_mean(r):.2f} ({len(r)} cells)" for name, r in ratios.items()]
+    means = [f"{n} {geometric_mean(r):.2f} ({counted(len(r), 'cell')})" for n, r in ratios.items()]
     return [table(header, body), "Geometric means: " + "; ".join(means) + "."]
 
 
