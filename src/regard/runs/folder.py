@@ -69,7 +69,7 @@ class RunFolder:
         """A folder for a new run: `out`, which may not exist, or runs/NAME, runs/NAME-2, …"""
         if out is not None:
             out = Path(out)
-            refuse_unwritable(str(out))
+            refuse_other_than_utf8(str(out))
             if out.is_symlink() and not out.exists():
                 raise InputError(f"{out} is a link to nothing; remove it, or give another --out")
             if out.exists() and not (out.is_dir() and cls(out).not_begun()):
@@ -248,7 +248,7 @@ class RunFolder:
         return f"`{shlex.join(words)}`"
 
 
-def refuse_unwritable(out: str) -> None:
+def refuse_other_than_utf8(out: str) -> None:
     """Refuse a name that files of weights, whose names are UTF-8, cannot lie under."""
     try:
         out.encode("utf-8")

@@ -32,6 +32,7 @@ STYLE = Html("""<style>
 .scroll { overflow-x: auto; } .multiples { display: grid; gap: .5rem; min-width: 46rem; }
 .multiples figure { padding: .35rem .4rem; } .multiples figcaption { font-size: .78rem; margin: 0; }
 .multiples svg { font-size: 15px; } .answer { max-width: 52rem; }
+.answer ul { margin: .3rem 0; padding-left: 1.2rem; } .answer li { margin: .2rem 0; }
 .cards { grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); }
 .answer b { display: block; font-size: 1.15rem; line-height: 1.35; margin: .6rem 0 .3rem; }
 .wide th { white-space: normal; overflow-wrap: normal; vertical-align: bottom; }
@@ -78,9 +79,11 @@ def study_page(summary: Summary, results: Sequence[Result], command: str) -> str
 
 
 def answer(summary: Summary, optimizer: str) -> Html:
-    """The conclusion as one paragraph, its first sentence large."""
+    """The conclusion, its first sentence large and what it rests on listed."""
     first, *rest = statements(summary, optimizer)
-    return tag("p", tag("b", first), " ", " ".join(rest), class_="answer")
+    return tag(
+        "div", tag("b", first), tag("ul", *(tag("li", text) for text in rest)), class_="answer"
+    )
 
 
 def about(summary: Summary) -> str:
@@ -97,7 +100,7 @@ def about(summary: Summary) -> str:
 
 
 def limits(summary: Summary) -> Html:
-    """What the paragraph must not be taken for."""
+    """What the answer must not be taken for."""
     return tag(
         "p",
         "This is about a model of this size, trained for so many steps on these images, without "
