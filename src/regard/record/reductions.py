@@ -36,6 +36,12 @@ def reduce_call(call: Call, keep: Iterable[str], scratch: Scratch) -> dict[str, 
     """
     b, g, n, m = call.shape
     kinds = set(keep)
+    out: dict[str, Tensor] = {}
+    if "weights" in kinds and call.weights is not None:
+        out["weights"] = wide(call.weights).clone()  # to the bit those that the model made
+        kinds.remove("weights")
+        if not kinds:
+            return out
     tops, totals, dots = call.v.new_empty(3, b * g, n, 1, dtype=wide_dtype(call.v)).unbind()
     weights = tops.new_empty(b * g, n, m) if "weights" in kinds else None
     mean = tops.new_zeros(b, n, m) if "mean" in kinds else None
@@ -60,10 +66,8 @@ def reduce_call(call: Call, keep: Iterable[str], scratch: Scratch) -> dict[str, 
         if mean is not None:
             images = slice(heads.start // g, -(-heads.stop // g))
             mean[images, rows] += e.unflatten(0, (-1, min(g, len(e)))).sum(1) / g
-    out: dict[str, Tensor] = {}
-    if weights is not None:  # to the bit those that the model made, where it made them
-        made = call.weights
-        out["weights"] = weights.view(b, g, n, m) if made is None else wide(made).clone()
+    if weights is not None:
+        out["weights"] = weights.view(b, g, n, m)
     if mean is not None:
         out["mean"] = mean
     if received is not None:
