@@ -9,7 +9,8 @@ from torch import nn
 
 import regard
 from regard.layers.conv import MatrixConv
-from regard.models.pixel_resnet import PixelResNet, WhiteningStem
+from regard.layers.whitening import WhiteningStem
+from regard.models.pixel_resnet import PixelResNet
 
 TINY = {"image_size": 12, "num_classes": 5, "widths": (8, 16), "depth": 2}
 
@@ -123,17 +124,18 @@ def test_sizes_and_channels(size, channels):
 def test_the_stem_and_the_halvings_follow_the_size(size, stride, pools, smallest):
     model = tiny(image_size=size, widths=(4, 4, 4))
     assert model.config["stem_stride"] == stride
-    assert [stage.pool for stage in model.stages] == [True] * pools + [False] * (3 - pools)
+    expected = [(2, 2)] * pools + [(1, 1)] * (3 - pools)
+    assert [stage.pool for stage in model.stages] == expected
     assert model.smallest == smallest
 
 
 @pytest.mark.parametrize(("channels", "stride"), [(1, 1), (3, 1), (3, 2)])
 def test_the_stem_whitens(channels, stride):
     torch.manual_seed(0)
-    stem = WhiteningStem(channels, stride)
+    stem = WhiteningStem(channels, (stride, stride))
     smooth = nn.functional.avg_pool2d(torch.randn(300, channels, 20, 20), 5, 1) * 3
     stem.fit(smooth)
-    again = WhiteningStem(channels, stride)
+    again = WhiteningStem(channels, (stride, stride))
     again.fit(smooth)
     assert torch.equal(stem.kernel, again.kernel)
 

@@ -11,6 +11,7 @@ import regard
 from regard.layers.conv_stem import ConvStem, halvings
 from regard.layers.patches import keep_some
 from regard.layers.transformer import Block, drop_path
+from regard.runs.optimizer import block_matrices
 
 SMALL = {"image_size": 16, "patch_size": 4, "num_classes": 3, "dim": 16, "depth": 4, "heads": 2}
 SMALL |= {"mlp_dim": 32, "dim_head": 8}
@@ -111,45 +112,99 @@ def test_checkpointing_changes_memory_and_no_number():
 
 
 @pytest.mark.parametrize(
-    ("patch", "strides", "rest"),
+    ("patch", "stride", "pools", "rest"),
     [
-        ((16, 16), [(2, 2)] * 4, (1, 1)),
-        ((4, 4), [(2, 2)] * 2, (1, 1)),
-        ((12, 2), [(2, 2), (2, 1)], (3, 1)),
-        ((7, 7), [(1, 1)], (7, 7)),
+        ((16, 16), (4, 4), [(2, 2)] * 2, (1, 1)),
+        ((4, 4), (1, 1), [(2, 2)] * 2, (1, 1)),
+        ((2, 2), (1, 1), [(2, 2)], (1, 1)),
+        ((12, 2), (1, 1), [(2, 2), (2, 1)], (3, 1)),
+        ((2, 16), (2, 4), [(1, 2), (1, 2)], (1, 1)),
+        ((7, 7), (1, 1), [(1, 1)], (7, 7)),
     ],
 )
-def test_the_strides_of_a_stem_multiply_to_the_patch(patch, strides, rest):
-    assert halvings(patch) == (strides, rest)
+def test_the_strides_of_a_stem_multiply_to_the_patch(patch, stride, pools, rest):
+    assert halvings(patch) == (stride, pools, rest)
     size = (2 * patch[0], 3 * patch[1])
-    assert ConvStem(1, patch, 16)(torch.randn(2, 1, *size)).shape == (2, 6, 16)
+    assert ConvStem(1, patch, 32)(torch.randn(2, 1, *size)).shape == (2, 6, 32)
+
+
+def normed_gelu(x):
+    """GELU of each channel of (c, h, w), normed over this one image."""
+    mean = x.mean((1, 2), keepdim=True)
+    x = (x - mean) / ((x - mean).square().mean((1, 2), keepdim=True) + 1e-5).sqrt()
+    return gelu(x)
+
+
+def gelu(x):
+    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+
+
+def convolved(x, conv):
+    """A 3×3 convolution of (c, h, w), padded by one, by loops over places."""
+    kernel = conv.weight.view(-1, 3, 3, conv.in_channels).permute(0, 3, 1, 2)
+    padded = nn.functional.pad(x, (1, 1, 1, 1))
+    out = torch.zeros(len(kernel), *x.shape[1:], dtype=x.dtype)
+    for i in range(x.shape[1]):
+        for j in range(x.shape[2]):
+            out[:, i, j] = (kernel * padded[:, i : i + 3, j : j + 3]).sum((1, 2, 3))
+    return out
+
+
+def largest_of_twos(x):
+    """The largest of each 2×2 window of (c, h, w)."""
+    return torch.stack([x[:, i::2, j::2] for i in range(2) for j in range(2)]).amax(0)
 
 
 def test_a_stem_by_hand():
     torch.manual_seed(0)
     stem = ConvStem(2, (2, 2), 16, dtype=torch.float64)
     images = torch.randn(1, 2, 4, 6, dtype=torch.float64)
-    kernel = stem.layers[0].weight
-    padded = nn.functional.pad(images, (1, 1, 1, 1))
-    hidden = torch.zeros(16, 2, 3, dtype=torch.float64)
-    for i in range(2):
-        for j in range(3):
-            window = padded[0, :, 2 * i : 2 * i + 3, 2 * j : 2 * j + 3]
-            hidden[:, i, j] = (kernel * window).sum((1, 2, 3))
-    hidden = (hidden - hidden.mean()) / (hidden.var(correction=0) + 1e-5).sqrt()
-    hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
-    tokens = hidden.flatten(1).T @ stem.project.weight.flatten(1).T
-    expected = nn.functional.layer_norm(tokens, (16,))
-    torch.testing.assert_close(stem(images)[0], expected)
+    padded = torch.cat([images[0], images[0, :, -1:]], dim=1)
+    padded = torch.cat([padded, padded[:, :, -1:]], dim=2)
+    x = torch.zeros(16, 4, 6, dtype=torch.float64)
+    for i in range(4):
+        for j in range(6):
+            x[:, i, j] = (stem.whitening.kernel * padded[:, i : i + 2, j : j + 2]).sum((1, 2, 3))
+    first, second = stem.stages[0].convs
+    x = normed_gelu(largest_of_twos(convolved(gelu(x), first)))
+    x = x + normed_gelu(convolved(x, second))
+    tokens = x.flatten(1).T @ stem.project.weight.flatten(1).T
+    torch.testing.assert_close(stem(images)[0], nn.functional.layer_norm(tokens, (16,)))
 
 
-def test_the_stem_starts_with_outputs_of_the_size_of_its_inputs():
+def test_muon_takes_the_convolutions_of_a_stem():
+    model = small(stem="conv")
+    taken = [name for name in block_matrices(model) if name.startswith("embed")]
+    assert taken == [f"embed.stages.{i}.convs.{j}.weight" for i in range(2) for j in range(2)]
+
+
+def test_a_stem_takes_statistics_of_images():
     torch.manual_seed(0)
-    x = torch.randn(8, 3, 32, 32)
-    for layer in ConvStem(3, (4, 4), 64).layers:
-        x = layer(x)
-        if isinstance(layer, nn.Conv2d):
-            assert 0.5 < x.std().item() < 2
+    model = small(stem="conv", channels=1, image_size=8).eval()
+    assert model.takes_statistics
+    assert not small().takes_statistics
+    images = 3 + torch.randn(500, 1, 8, 8)
+    model.initialise_from(images)
+    white = model.embed.whitening
+    patches = nn.functional.unfold(images, 2).transpose(1, 2).flatten(0, 1)
+    out = patches @ white.kernel[: white.components].flatten(1).T
+    moment = out.T @ out / len(out)
+    torch.testing.assert_close(moment, torch.eye(white.components), atol=0.01, rtol=0)
+    before = [norm.running_mean.clone() for norm in model.embed.stages[0].norms]
+    model.calibrate(images)
+    conv, norm = model.embed.stages[0].convs[0], model.embed.stages[0].norms[0]
+    mean = torch.zeros(len(norm.weight))
+    for part in images.tensor_split(2):
+        x = model.embed.whitening(nn.functional.pad(part, (0, 1, 0, 1), mode="replicate"))
+        mean += nn.functional.max_pool2d(conv(x), 2).mean((0, 2, 3)) / 2
+    torch.testing.assert_close(norm.running_mean, mean)
+    assert not torch.equal(norm.running_mean, before[0])
+    assert not model.training
+    assert norm.momentum == 0.1
+    with pytest.raises(regard.InputError, match="a batch of 0 in training"):
+        model.calibrate(images[:0])
+    with pytest.raises(regard.InputError, match="a batch of 1 in training; batch norm needs 2"):
+        model.train()(images[:1])
 
 
 def test_a_stem_in_the_model_takes_any_size_and_trains():

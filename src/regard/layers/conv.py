@@ -1,7 +1,8 @@
-"""A convolution whose kernel is a matrix, so that an optimizer of matrices can train it."""
+"""Convolutions whose kernels are matrices, so that an optimizer of matrices can train them."""
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 class MatrixConv(nn.Module):
@@ -37,7 +38,48 @@ class MatrixConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         kernel = self.weight.view(self.out_channels, 3, 3, self.in_channels)
-        return nn.functional.conv2d(x, kernel.permute(0, 3, 1, 2), padding=1)
+        return F.conv2d(x, kernel.permute(0, 3, 1, 2), padding=1)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}"
+
+
+class ConvStage(nn.Module):
+    """x ← GELU(BN(pool(conv x)));  (depth - 1) × x ← x + GELU(BN(conv x)).
+
+    `pool` takes the largest of each such window, side by side; (1, 1) keeps the map. BN is a batch
+    norm, whose batch in training is what one call sees.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        width: int,
+        depth: int,
+        pool: tuple[int, int],
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        inputs = [channels] + [width] * (depth - 1)
+        self.convs = nn.ModuleList(MatrixConv(c, width, device=device, dtype=dtype) for c in inputs)
+        self.norms = nn.ModuleList(
+            nn.BatchNorm2d(width, device=device, dtype=dtype) for _ in inputs
+        )
+        self.pool = pool
+
+    def reset_parameters(self) -> None:
+        """Draw the convolutions anew; the norms start at gain 1 and bias 0."""
+        for module in (*self.convs, *self.norms):
+            assert isinstance(module, (MatrixConv, nn.BatchNorm2d))
+            module.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+            y = conv(x)
+            if i == 0 and self.pool != (1, 1):
+                y = F.max_pool2d(y, self.pool)
+            y = F.gelu(norm(y))
+            x = y if i == 0 else x + y
+        return x

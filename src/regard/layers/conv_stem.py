@@ -1,21 +1,26 @@
 """Patch tokens by a few small convolutions in place of one large one."""
 
-import math
-
 import torch
 from torch import Tensor, nn
+
+from regard.layers.conv import ConvStage
+from regard.layers.whitening import WhiteningStem
+
+POOLED = 2  # the last factors of two of a patch that are pooled; whitening takes the earlier ones
 
 
 class ConvStem(nn.Module):
     """Tokens (b, n, dim) from images (b, c, h, w), one for each patch, row-major.
 
-    One GELU(GN(3×3 convolution)) of stride 2 for each factor of two in the patch's sides (at least
-    one, of stride 1 where there is none), the widths doubling up to dim; then a convolution whose
-    kernel and stride are what is left of the patch (1×1 for a power of two), with bias; LayerNorm.
-    GN is a group norm of one group. A token sees a little more than its own patch.
+    x = WhiteningStem(images, their last rows and columns repeated);  ConvStage for each of the last
+    two factors of two in the patch's sides, which it pools, or one that pools nothing where there
+    is none, the widths dim / 4 and dim;  a convolution whose kernel and stride are what is left
+    of the patch (1×1 for a power of two), with bias;  LayerNorm. The stride of the whitening is the
+    patch's earlier factors of two: 1 for a patch of 4, 4 for one of 16. A token sees more than its
+    own patch.
 
-    Source: Xiao et al. 2021, arXiv 2106.14881, which norms by batch: a group norm needs no running
-    statistics and is the same for any number of processes.
+    Source: a stem of convolutions is Xiao et al. 2021, arXiv 2106.14881; whitened and pooled ones
+    are from airbench94 (Jordan 2024, arXiv 2404.00498).
     """
 
     def __init__(
@@ -23,45 +28,53 @@ class ConvStem(nn.Module):
         channels: int,
         patch: tuple[int, int],
         dim: int,
+        depth: int = 2,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        strides, rest = halvings(patch)
-        layers: list[nn.Module] = []
-        for i, stride in enumerate(strides):
-            width = max(8, dim >> (len(strides) - 1 - i))
-            layers += [
-                nn.Conv2d(channels, width, 3, stride, 1, bias=False, device=device, dtype=dtype),
-                nn.GroupNorm(1, width, device=device, dtype=dtype),
-                nn.GELU(),
-            ]
-            channels = width
-        self.layers = nn.Sequential(*layers)
-        self.project = nn.Conv2d(channels, dim, rest, rest, device=device, dtype=dtype)
+        stride, pools, rest = halvings(patch)
+        self.whitening = WhiteningStem(channels, stride, device=device, dtype=dtype)
+        inputs = 2 * self.whitening.components
+        self.stages = nn.ModuleList()
+        for i, pool in enumerate(pools):
+            width = max(8, dim >> 2 * (len(pools) - 1 - i))
+            self.stages.append(ConvStage(inputs, width, depth, pool, device=device, dtype=dtype))
+            inputs = width
+        self.project = nn.Conv2d(inputs, dim, rest, rest, device=device, dtype=dtype)
         self.norm_out = nn.LayerNorm(dim, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew: LeCun-normal, with gain √2 before a GELU; biases zero."""
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                gain = 1.0 if module is self.project else math.sqrt(2)
-                nn.init.normal_(module.weight, std=gain / math.sqrt(module.weight[0].numel()))
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        """Draw the weights anew: the projection LeCun-normal with zero bias."""
+        for module in (self.whitening, *self.stages):
+            module.reset_parameters()
+        nn.init.normal_(self.project.weight, std=self.project.weight[0].numel() ** -0.5)
+        assert self.project.bias is not None
+        nn.init.zeros_(self.project.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.project(self.layers(images))
+        down, right = self.whitening.stride
+        x = nn.functional.pad(images, (0, right, 0, down), mode="replicate")
+        x = self.whitening(x.contiguous(memory_format=torch.channels_last))
+        for stage in self.stages:
+            x = stage(x)
+        x = self.project(x)
         return self.norm_out(x.flatten(2).transpose(1, 2))  # b c h w -> b (h w) c
 
 
-def halvings(patch: tuple[int, int]) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-    """The strides of the 3×3 convolutions for a patch, and the sides left to the last one."""
+Sides = tuple[int, int]
+
+
+def halvings(patch: Sides) -> tuple[Sides, list[Sides], Sides]:
+    """A patch's sides as a product: the whitening's stride, the stages' pools, and the rest."""
     p, q = patch
-    strides = []
+    factors = []
     while p % 2 == 0 or q % 2 == 0:
-        strides.append((2 - p % 2, 2 - q % 2))
-        p, q = p // strides[-1][0], q // strides[-1][1]
-    return strides or [(1, 1)], (p, q)
+        factors.append((2 - p % 2, 2 - q % 2))
+        p, q = p // factors[-1][0], q // factors[-1][1]
+    h = w = 1
+    for down, right in factors[:-POOLED]:
+        h, w = h * down, w * right
+    return (h, w), factors[-POOLED:] or [(1, 1)], (p, q)

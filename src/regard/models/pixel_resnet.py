@@ -6,55 +6,47 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from regard.errors import InputError
 from regard.layers.checks import check_images, count, flag, pair
-from regard.layers.conv import MatrixConv
+from regard.layers.conv import ConvStage
 from regard.layers.pixel_attention import PixelAttention
+from regard.layers.whitening import WhiteningStem
+from regard.models.calibration import check_batch, take_statistics
 from regard.models.mirror import answered
-from regard.models.whitening import CALIBRATION_BATCH, WhiteningStem
 
 LARGEST_UNSTRIDED = 64
 
 
-class Stage(nn.Module):
-    """x ← GELU(BN(pool(conv x)));  (depth - 1) × x ← x + GELU(BN(conv x));  x ← attention(x).
-
-    `pool` halves the map by the largest of 2×2. BN is a batch norm over one microbatch.
-    """
+class Stage(ConvStage):
+    """ConvStage, and pixel attention at its end where asked, in heads of 64."""
 
     def __init__(
         self,
         channels: int,
         width: int,
         depth: int,
-        pool: bool,
+        pool: tuple[int, int],
         attention: bool,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        inputs = [channels] + [width] * (depth - 1)
-        self.convs = nn.ModuleList(MatrixConv(c, width, device=device, dtype=dtype) for c in inputs)
-        self.norms = nn.ModuleList(
-            nn.BatchNorm2d(width, device=device, dtype=dtype) for _ in inputs
-        )
-        self.pool = pool
-        self.attention: nn.Module | None = None
+        super().__init__(channels, width, depth, pool, device=device, dtype=dtype)
+        self.attention: PixelAttention | None = None
         if attention:
             heads = width // 64 if width % 64 == 0 else 1
             groups = math.gcd(width, 32)
             self.attention = PixelAttention(width, heads, groups, device=device, dtype=dtype)
 
+    def reset_parameters(self) -> None:
+        """Draw the weights anew; attention starts as the identity."""
+        super().reset_parameters()
+        if self.attention is not None:
+            self.attention.reset_parameters()
+
     def forward(self, x: Tensor) -> Tensor:
-        for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
-            y = conv(x)
-            if i == 0 and self.pool:
-                y = F.max_pool2d(y, 2)
-            y = F.gelu(norm(y))
-            x = y if i == 0 else x + y
+        x = super().forward(x)
         return x if self.attention is None else self.attention(x)
 
 
@@ -86,9 +78,8 @@ class PixelResNet(nn.Module):
     The norm is a batch norm, whose batch is what one call sees: with microbatches of a fixed size
     training is the same for any number of processes, which the running averages that it keeps on
     the way are not. `calibrate` replaces those by the statistics of given images under the weights
-    at hand (Wu & Johnson 2021, arXiv 2105.07576), averaged weights included. Group norm needs none
-    of this, and learnt slower: 73.5 against 76.3% on CIFAR-10 after 36,000 images (nano, no
-    attention, one seed).
+    at hand, averaged weights included. Group norm needs none of this, and learnt slower: 73.5
+    against 76.3% on CIFAR-10 after 36,000 images (nano, no attention, one seed).
 
     Source: the widths, stem and head of airbench94 (Jordan 2024, arXiv 2404.00498) for "s"; the
     residuals and pixel attention are ours.
@@ -128,7 +119,9 @@ class PixelResNet(nn.Module):
             "test_flips": flag(test_flips, "test_flips"),
         }
         self.test_flips = test_flips
-        self.stem = WhiteningStem(channels, stem_stride, device=device, dtype=dtype)
+        #: Training gives it images: `initialise_from` before, `calibrate` before evaluations.
+        self.takes_statistics = True
+        self.stem = WhiteningStem(channels, (stem_stride,) * 2, device=device, dtype=dtype)
         side = min(self.image_size) // stem_stride - 1
         halvings, inputs = 0, 2 * self.stem.components
         self.stages = nn.ModuleList()
@@ -137,7 +130,7 @@ class PixelResNet(nn.Module):
             halvings += pool
             attends = attention and i > 0
             self.stages.append(
-                Stage(inputs, width, depth, pool, attends, device=device, dtype=dtype)
+                Stage(inputs, width, depth, (1 + pool,) * 2, attends, device=device, dtype=dtype)
             )
             inputs = width
         #: The shortest side that an image may have, in pixels: every stage keeps a pixel.
@@ -150,9 +143,8 @@ class PixelResNet(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the weights anew, as the class says."""
-        for module in self.modules():
-            if isinstance(module, (WhiteningStem, MatrixConv, PixelAttention, nn.BatchNorm2d)):
-                module.reset_parameters()
+        for module in (self.stem, *self.stages):
+            module.reset_parameters()
         if self.classifier is not None:
             nn.init.zeros_(self.classifier.weight)
             nn.init.zeros_(self.classifier.bias)
@@ -167,36 +159,15 @@ class PixelResNet(nn.Module):
         check_sides(images.shape[2], images.shape[3], self.smallest)
         self.stem.fit(images)
 
-    @torch.no_grad()
     def calibrate(self, images: Tensor) -> None:
-        """Take the norms' statistics for evaluation from these images (b, c, h, w).
-
-        Batches of about 256 are normed by themselves, as in training, and their means and
-        variances averaged. The result depends on weights and images only.
-        """
-        norms = [m for m in self.modules() if isinstance(m, nn.BatchNorm2d)]
-        momenta, training = [norm.momentum for norm in norms], self.training
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # the plain average over calls
-        self.train()
-        try:
-            for chunk in images.tensor_split(max(1, math.ceil(len(images) / CALIBRATION_BATCH))):
-                self.features(chunk)
-        finally:
-            for norm, momentum in zip(norms, momenta, strict=True):
-                norm.momentum = momentum
-            self.train(training)
+        """Take the norms' statistics for evaluation from these images (b, c, h, w)."""
+        take_statistics(self, images, self.features)
 
     def features(self, images: Tensor) -> Tensor:
         """What stands before the classifier (b, widths[-1])."""
         check_images(images, self.channels)
         check_sides(images.shape[2], images.shape[3], self.smallest)
-        if self.training and images.shape[0] < 2:
-            raise InputError(
-                f"a batch of {images.shape[0]} in training; batch norm needs 2 images or more. "
-                "Raise the microbatch, or call model.eval() to predict"
-            )
+        check_batch(self, images)
         x = self.stem(images.contiguous(memory_format=torch.channels_last))
         for stage in self.stages:
             x = stage(x)

@@ -16,6 +16,7 @@ from regard.layers.patches import check_divisible, keep_some, patchify
 from regard.layers.positions import check_position_dim, sincos_2d_once
 from regard.layers.qk_norm import Form, check_form
 from regard.layers.transformer import Block
+from regard.models.calibration import check_batch, take_statistics
 from regard.models.mirror import answered
 
 Size = int | tuple[int, int]
@@ -71,6 +72,8 @@ class SimpleViT(nn.Module):
         dim_head: width of a head; heads · dim_head need not equal dim.
         qk_norm: "unit" (the source's), "rms", "layer" or None; see `layers.qk_norm.QKNorm`.
         stem: "patch" embeds each patch by itself (the source's); "conv" puts `ConvStem` there.
+            Call `initialise_from(images)` before its training, `calibrate(images)` before
+            evaluation, as for `PixelResNet`.
         drop_path: rate at which the last block drops each of its branches, in training; block i
             of 1 … depth drops at i / depth of it.
         patch_dropout: share of the tokens left out of each image in training, at random.
@@ -148,6 +151,8 @@ class SimpleViT(nn.Module):
         self.patch_dropout = patch_dropout
         self.activation_checkpointing = activation_checkpointing
         self.test_flips = test_flips
+        #: Whether training gives it images, by `initialise_from` and `calibrate`.
+        self.takes_statistics = stem == "conv"
         embedding: type[PatchEmbedding | ConvStem] = PatchEmbedding if stem == "patch" else ConvStem
         self.embed = embedding(channels, patch, dim, device=device, dtype=dtype)
         rates = [drop_path * (i + 1) / depth for i in range(depth)]
@@ -184,6 +189,19 @@ class SimpleViT(nn.Module):
         check_divisible(height, width, self.patch_size)
         return height // self.patch_size[0], width // self.patch_size[1]
 
+    def initialise_from(self, images: Tensor) -> None:
+        """Whiten a "conv" stem for training images (b, c, h, w), normalised as the model will see
+        them."""
+        self.grid(images)
+        if isinstance(self.embed, ConvStem):
+            self.embed.whitening.fit(images)
+
+    def calibrate(self, images: Tensor) -> None:
+        """Take the statistics of a "conv" stem's norms from these images (b, c, h, w)."""
+        self.grid(images)
+        if isinstance(self.embed, ConvStem):
+            take_statistics(self, images, self.embed)
+
     def tokens(self, images: Tensor) -> Tensor:
         """Patch tokens (b, n, dim) after the last block and its norm, row-major.
 
@@ -195,6 +213,8 @@ class SimpleViT(nn.Module):
     def _tokens(self, images: Tensor) -> Tensor:
         """`tokens` in the dtype to compute in."""
         h, w = self.grid(images)
+        if isinstance(self.embed, ConvStem):
+            check_batch(self, images)
         x = self.embed(images)
         x = x.to(working_dtype(x))
         x = x + sincos_2d_once(h, w, x.shape[-1], x.device).to(x.dtype)

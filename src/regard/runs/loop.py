@@ -8,6 +8,7 @@ from regard.runs.evaluate import predict_split
 from regard.runs.job import Job
 from regard.runs.metrics import NotFiniteAnswer
 from regard.runs.optimizer import set_rate
+from regard.runs.reference import calibrate
 from regard.runs.schedule import rate
 from regard.runs.sizes import brought_to, size_multiple, training_size
 from regard.runs.state import whole
@@ -73,9 +74,7 @@ def evaluate_now(job: Job) -> None:
     """Measure on the val split, note the best, and write the weights that evaluation uses."""
     state, progress = job.state, job.state.progress
     with state.evaluated_weights():
-        calibrate = getattr(state.model, "calibrate", None)
-        if calibrate is not None:
-            calibrate(job.reference)
+        calibrate(state.model, job.reference)
         if job.health is not None:
             job.log.attention(progress, job.health.measure(state.model))
         try:

@@ -1,11 +1,12 @@
 """A fixed set of training images, from which some models take statistics.
 
-A model with `initialise_from(images)` is given them before its first step, and one with
-`calibrate(images)` before each evaluation (see `models.pixel_resnet`). The set depends on the
-data alone, so it is the same for every process and after a resume.
+A model that says `takes_statistics` is given them by `initialise_from(images)` before its first
+step, and by `calibrate(images)` before each evaluation (see `models.pixel_resnet`). The set depends
+on the data alone, so it is the same for every process and after a resume.
 """
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ COUNT = 2048
 
 def reference_images(model: nn.Module, data: Data, preprocess: Preprocess) -> Tensor | None:
     """Up to `COUNT` training images (b, c, h, w) from all over; None if the model wants none."""
-    if not (hasattr(model, "initialise_from") or hasattr(model, "calibrate")):
+    if not takes_statistics(model):
         return None
     split = data.splits["train"]
     spread = range(0, len(split), max(1, len(split) // COUNT))
@@ -25,3 +26,20 @@ def reference_images(model: nn.Module, data: Data, preprocess: Preprocess) -> Te
     # What cannot be read is named by the scan, and by the batch that meets it.
     found = itertools.islice(readable(split, positions), COUNT)
     return torch.stack([preprocess(picture) for _, picture in found])
+
+
+def takes_statistics(model: nn.Module) -> bool:
+    """Whether the model must be given images before training and before evaluation."""
+    return bool(getattr(model, "takes_statistics", False))
+
+
+def initialise(model: Any, reference: Tensor | None) -> None:
+    """Let a model that starts from statistics of images take them."""
+    if takes_statistics(model):
+        model.initialise_from(reference)
+
+
+def calibrate(model: Any, reference: Tensor | None) -> None:
+    """Let a model that is evaluated by statistics of images take them."""
+    if takes_statistics(model):
+        model.calibrate(reference)

@@ -29,7 +29,7 @@ from regard.runs.log import MetricsLog
 from regard.runs.optimizer import build_optimizers
 from regard.runs.prescan import without_quarantined
 from regard.runs.processes import Processes
-from regard.runs.reference import reference_images
+from regard.runs.reference import initialise, reference_images, takes_statistics
 from regard.runs.refuse import refuse_inside, refuse_own, refuse_start_size
 from regard.runs.reporter import Reporter
 from regard.runs.resolve import new_recipe, resumed_recipe
@@ -78,7 +78,7 @@ def new_job(
     )
     job = assemble(run_config, folder, data, model, processes, reporter)
     if origin is None:
-        initialise(job)
+        initialise(job.state.model, job.reference)
     for note in run_config.notes:
         reporter.say(note)
     job = with_measured(with_health(job))
@@ -121,7 +121,7 @@ def resume_job(
     if steps:
         load_checkpoint(folder.checkpoint(step), job.state)
     elif stored.recipe.init is None:
-        initialise(job)
+        initialise(job.state.model, job.reference)
     if step and step == job.config.recipe.steps:
         reporter.say(
             f"all {counted(step, 'step')} are done; --resume with more --steps trains further"
@@ -205,18 +205,11 @@ def assemble(
 
 def refuse_sharded(model: nn.Module, processes: Processes) -> None:
     """Refuse to shard a model that calibrates: it runs parts of itself outside its forward pass."""
-    if processes.sharded and hasattr(model, "calibrate"):
+    if processes.sharded and takes_statistics(model):
         raise InputError(
             f"{type(model).__name__} takes statistics of images before each evaluation, which "
             "fsdp cannot follow; give --strategy ddp"
         )
-
-
-def initialise(job: Job) -> None:
-    """Let a model that starts from statistics of images take them."""
-    take = getattr(job.state.model, "initialise_from", None)
-    if take is not None:
-        take(job.reference)
 
 
 def with_health(job: Job) -> Job:

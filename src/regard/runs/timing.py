@@ -9,6 +9,7 @@ from statistics import median
 import torch
 
 from regard.runs.job import Job
+from regard.runs.reference import calibrate
 from regard.runs.sizes import brought_to, mean_step, size_multiple, training_size
 from regard.runs.step import accumulate, clip_gradient
 
@@ -101,9 +102,7 @@ def time_evaluation(job: Job) -> float:
     model = job.state.model
     with job.state.evaluated_weights():
         once = time.monotonic()
-        calibrate = getattr(model, "calibrate", None)
-        if calibrate is not None:
-            calibrate(job.reference)
+        calibrate(model, job.reference)
         once = time.monotonic() - once
         with torch.inference_mode():
             each = seconds(lambda: model(blank), device, repeats=2)

@@ -6,13 +6,13 @@ from torch.nn import functional as F
 
 WHITENING_EPS = 5e-4
 MOST_COMPONENTS = 24
-CALIBRATION_BATCH = 256
+CHUNK = 256  # images at a time
 
 
 class WhiteningStem(nn.Module):
     """GELU(± principal components of each patch + bias), each of about unit variance.
 
-    Patches p of side 2·stride, a stride apart, c·(2·stride)² numbers each, have the second moment
+    Patches p of sides 2·stride, a stride apart, c·4·stride² numbers each, have the second moment
     E[p pᵀ] = U diag(λ) Uᵀ. The kernel holds ± u_i / √(λ_i + 5e-4) for the largest (at most 24) λ_i.
     It is a buffer, never trained; until `fit` has seen images it is ± a random orthonormal basis.
 
@@ -24,16 +24,16 @@ class WhiteningStem(nn.Module):
     def __init__(
         self,
         channels: int,
-        stride: int,
+        stride: tuple[int, int],
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.stride = stride
-        side = 2 * stride
-        self.components = min(MOST_COMPONENTS, channels * side * side)
-        kernel = torch.empty(2 * self.components, channels, side, side, device=device, dtype=dtype)
+        h, w = 2 * stride[0], 2 * stride[1]
+        self.components = min(MOST_COMPONENTS, channels * h * w)
+        kernel = torch.empty(2 * self.components, channels, h, w, device=device, dtype=dtype)
         self.register_buffer("kernel", kernel)
         self.bias = nn.Parameter(torch.empty(2 * self.components, device=device, dtype=dtype))
         self.reset_parameters()
@@ -50,10 +50,10 @@ class WhiteningStem(nn.Module):
     def fit(self, images: Tensor) -> None:
         """Whiten the patches of these images (b, c, h, w). In float64 on the CPU: the same bits
         for every process that gives the same images."""
-        side = self.kernel.shape[-1]
+        sides = self.kernel.shape[-2:]
         moment = torch.zeros(self.kernel[0].numel(), self.kernel[0].numel(), dtype=torch.float64)
-        for chunk in images.cpu().double().split(CALIBRATION_BATCH):
-            patches = F.unfold(chunk, side, stride=self.stride).transpose(1, 2).flatten(0, 1)
+        for chunk in images.cpu().double().split(CHUNK):
+            patches = F.unfold(chunk, sides, stride=self.stride).transpose(1, 2).flatten(0, 1)
             moment += patches.T @ patches / len(patches) * len(chunk) / len(images)
         values, vectors = torch.linalg.eigh(moment)
         largest = vectors.T.flip(0)[: self.components]

@@ -1,0 +1,48 @@
+"""The statistics by which a model's batch norms norm outside training."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import InputError
+
+CALIBRATION_BATCH = 256
+
+
+def batch_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
+    """The model's batch norms."""
+    return [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+
+
+@torch.no_grad()
+def take_statistics(model: nn.Module, images: Tensor, answer: Callable[[Tensor], Tensor]) -> None:
+    """Take the norms' statistics for evaluation from images (b, c, h, w), which `answer` runs.
+
+    Batches of about 256 are normed by themselves, as in training, and their means and variances
+    averaged (Wu & Johnson 2021, arXiv 2105.07576). The result depends on weights and images only.
+    """
+    norms = batch_norms(model)
+    momenta, training = [norm.momentum for norm in norms], model.training
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the plain average over calls
+    model.train()
+    try:
+        for chunk in images.tensor_split(max(1, math.ceil(len(images) / CALIBRATION_BATCH))):
+            check_batch(model, chunk)
+            answer(chunk)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        model.train(training)
+
+
+def check_batch(model: nn.Module, images: Tensor) -> None:
+    """Refuse a training batch of one image, which a batch norm cannot norm."""
+    if model.training and images.shape[0] < 2:
+        raise InputError(
+            f"a batch of {images.shape[0]} in training; batch norm needs 2 images or more. "
+            "Raise the microbatch, or call model.eval() to predict"
+        )
