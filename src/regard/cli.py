@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from regard import __version__
-from regard.errors import InputError, nearest
+from regard.errors import InputError, duration, nearest
 from regard.options import parse
 
 
@@ -38,7 +38,7 @@ def train_command(arguments: list[str]) -> int:
     report = write_report(result.folder)
     print(
         f"accuracy  {result.accuracy:.2%} on {result.held_out} held-out images\n"
-        f"time      {result.minutes:.1f} minutes\n"
+        f"time      {duration(60 * result.minutes)}\n"
         f"report    {report}\n"
         f"run       {result.folder}"
     )

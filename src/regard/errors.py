@@ -33,6 +33,12 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def duration(seconds: float) -> str:
+    """A time for people, as "7 s" and "3 min 20 s"."""
+    whole = round(seconds)
+    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
+
+
 def nearest(name: str, valid: Iterable[str], how_many: int = 3) -> str:
     """A phrase naming the valid names closest to `name`, for use in a refusal."""
     names = list(valid)

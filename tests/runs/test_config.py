@@ -124,6 +124,8 @@ def test_the_options_of_a_preset_are_those_of_its_model():
     assert options(model_options={"depth": 2}) == {"qk_norm": "rms", "depth": 2}
     assert options(model_options={"qk_norm": "unit"}) == {"qk_norm": "unit"}
     assert options(model="pixel-resnet-s") == {}
+    assert recipe(preset="small")[0].model_options == {"stem": "conv"}
+    assert recipe(preset="small", model="simple-vit-nano/4")[0].model_options == {}
     assert options(model="pixel-resnet-s", model_options={"depth": 1}) == {"depth": 1}
 
 

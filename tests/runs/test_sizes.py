@@ -12,7 +12,7 @@ from regard.models.create import create
 from regard.runs import loop
 from regard.runs.config import Recipe
 from regard.runs.folder import RunFolder
-from regard.runs.sizes import brought_to, mean_step, size_multiple, training_size
+from regard.runs.sizes import brought_to, mean_step, size_multiple, training_size, work_done
 from regard.runs.train import train
 from tests.runs.conftest import tiny_config
 
@@ -48,6 +48,17 @@ def test_the_mean_step_follows_the_area(recipe):
     assert mean_step(recipe, (4, 4), 1.0, seconds[16, 24]) == pytest.approx(wanted)
     whole = dataclasses.replace(recipe, start_size=None)
     assert mean_step(whole, (4, 4), 7.0, 3.0) == 3.0
+
+
+def test_the_work_of_a_run_is_its_pixels(recipe):
+    recipe = growing(recipe, 4)
+    assert [training_size(recipe, s, (4, 4)) for s in range(4)] == [
+        (8, 8), (8, 12), (12, 16), (16, 24)
+    ]  # fmt: skip
+    work = work_done(recipe, (4, 4))
+    assert [work(step) for step in range(5)] == [0, 64, 160, 352, 736]
+    whole = work_done(dataclasses.replace(recipe, start_size=None), (4, 4))
+    assert [whole(step) for step in (0, 3)] == [0, 3]
 
 
 def test_batches_are_resized_and_nothing_else(recipe):

@@ -82,7 +82,7 @@ def test_the_folder_holds_what_the_map_says(finished):
     assert result.held_out == 179
     assert lines[0].startswith("preset digits")
     assert lines[-1].startswith("step 12 of 12: accuracy ")
-    assert lines[-1].endswith(", 0.0 minutes left")
+    assert lines[-1].endswith(", 0 s left")
     assert [line["step"] for line in metrics if "loss" in line] == list(range(1, 13))
     with safe_open(out / "model.safetensors", "pt") as file:
         assert json.loads(file.metadata()["classes"]) == [str(i) for i in range(10)]
@@ -212,7 +212,24 @@ def test_without_a_bar_a_line_says_how_far_it_is(monkeypatch):
     for done, at in ((11, 130.0), (15, 170.0), (16, 200.0)):
         now[0] = at
         reporter.step(done, {"loss": 1.25})
-    assert lines == ["step 15 of 40: loss 1.25, 5.8 minutes left"]  # 70 s for 5 of 30 steps
+    assert lines == ["step 15 of 40: loss 1.25, 5 min 50 s left"]  # 70 s for 5 of 30 steps
+
+
+def test_the_time_left_counts_growing_work(monkeypatch):
+    lines, now = [], [0.0]
+    monkeypatch.setattr("regard.runs.reporter.time.monotonic", lambda: now[0])
+    reporter = Reporter(say=lines.append)
+    reporter.start(0, 3, [0, 1, 5, 10].__getitem__)
+    now[0] = 4.0
+    reporter.milestone(1, "one")
+    now[0] = 20.0
+    reporter.milestone(2, "two")
+    reporter.milestone(3, "three")
+    assert lines == [
+        "step 1 of 3: one, 36 s left",  # 4 s for one of ten
+        "step 2 of 3: two, 20 s left",
+        "step 3 of 3: three, 0 s left",
+    ]
 
 
 def test_runs_without_a_name_take_the_next_free_number(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from regard.errors import MissingExtraError
+from regard.errors import MissingExtraError, duration
 
 SILENCE = 60  # seconds after which a line says how far it is, where there is no bar
 
@@ -21,7 +21,8 @@ class Reporter:
         self._bar: Any = None
         self._task: Any = None
         self._total = 0
-        self._start = (0.0, 0)
+        self._work: Callable[[int], float] = float
+        self._start = (0.0, 0.0)
         self._spoken = 0.0
 
     def say(self, line: str) -> None:
@@ -35,9 +36,12 @@ class Reporter:
         else:
             print(line, flush=True)
 
-    def start(self, done: int, total: int) -> None:
-        """Show the bar, with `done` of `total` steps behind."""
-        self._total, self._start = total, (time.monotonic(), done)
+    def start(self, done: int, total: int, work: Callable[[int], float] = float) -> None:
+        """Show the bar, with `done` of `total` steps behind.
+
+        `work` tells how much is done after so many steps, where they do not take the same time.
+        """
+        self._total, self._work, self._start = total, work, (time.monotonic(), work(done))
         self._spoken = time.monotonic()
         if self.quiet or self._say is not None:
             return
@@ -48,7 +52,7 @@ class Reporter:
         bar = progress.Progress(
             progress.TextColumn("{task.percentage:>3.0f}%"),
             progress.BarColumn(),
-            progress.TextColumn("step {task.completed} of {task.total}"),
+            progress.TextColumn("step {task.fields[step]} of {task.fields[steps]}"),
             progress.TextColumn("{task.fields[numbers]}"),
             progress.TimeRemainingColumn(),
             progress.TextColumn("left"),
@@ -57,7 +61,8 @@ class Reporter:
         if bar.console.is_terminal:
             self._bar = bar
             self._bar.start()
-            self._task = bar.add_task("", total=total, completed=done, numbers="")
+            self._task = bar.add_task("", total=work(total), step=done, steps=total, numbers="")
+            self._bar.update(self._task, completed=work(done))
 
     def step(self, done: int, numbers: dict[str, float]) -> None:
         """Move the bar; `numbers` are shown beside it."""
@@ -65,7 +70,7 @@ class Reporter:
             return
         words = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, numbers=words)
+            self._bar.update(self._task, completed=self._work(done), step=done, numbers=words)
         self.milestone(done, words)
 
     def milestone(self, done: int, words: str) -> None:
@@ -73,8 +78,9 @@ class Reporter:
         if self._bar is None:
             self._spoken = time.monotonic()
             since, first = self._start
-            left = (time.monotonic() - since) / max(done - first, 1) * (self._total - done)
-            self.say(f"step {done} of {self._total}: {words}, {left / 60:.1f} minutes left")
+            now, total = self._work(done), self._work(self._total)
+            left = (time.monotonic() - since) * (total - now) / (now - first) if now > first else 0
+            self.say(f"step {done} of {self._total}: {words}, {duration(left)} left")
 
     def finish(self) -> None:
         """Take the bar away."""

@@ -1,7 +1,9 @@
 """Image sizes that grow over a training run."""
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Callable
 from statistics import fmean
 
 from torch import nn
@@ -48,6 +50,17 @@ def mean_step(recipe: Recipe, multiple: tuple[int, int], first: float, last: flo
     areas = (math.prod(training_size(recipe, s, multiple)) for s in range(recipe.steps))
     share = (fmean(areas) - smallest) / (largest - smallest)
     return first + share * (last - first)
+
+
+def work_done(recipe: Recipe, multiple: tuple[int, int]) -> Callable[[int], float]:
+    """How much of the work is done after so many steps: the pixels of an image, added up.
+
+    By it the time that is left is foretold while images grow.
+    """
+    if recipe.start_size is None:
+        return float
+    areas = (math.prod(training_size(recipe, s, multiple)) for s in range(recipe.steps))
+    return list(itertools.accumulate(areas, initial=0)).__getitem__
 
 
 def size_multiple(model: nn.Module) -> tuple[int, int]:

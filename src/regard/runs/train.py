@@ -18,6 +18,7 @@ from regard.runs.metrics import Evaluation
 from regard.runs.processes import Processes
 from regard.runs.reporter import Reporter
 from regard.runs.setup import new_job, resume_job
+from regard.runs.sizes import size_multiple, work_done
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +71,9 @@ def train(config: TrainConfig, say: Callable[[str], None] | None = None) -> Trai
             new_job(config, folder, processes, reporter)
         )  # fmt: skip
         stack.callback(job.log.close)
-        reporter.start(job.state.progress.step, job.config.recipe.steps)
+        recipe = job.config.recipe
+        work = work_done(recipe, size_multiple(job.state.model))
+        reporter.start(job.state.progress.step, recipe.steps, work)
         try:
             run(job)
         finally:

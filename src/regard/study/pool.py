@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import regard
+from regard.errors import duration
 from regard.runs.stop import Interrupted, StopSignal
 from regard.study.folder import StudyFolder, line
 from regard.study.plan import Run
@@ -171,9 +172,3 @@ class Said:
         self.last = now
         left = (now - self.began) * (self.total - done) / done
         self.say(f"{finished} of {self.runs} runs done, about {duration(left)} left")
-
-
-def duration(seconds: float) -> str:
-    """Minutes and seconds."""
-    whole = round(seconds)
-    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{whole} s"
