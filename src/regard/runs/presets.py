@@ -116,7 +116,7 @@ PRESETS = {
         score="88% of CIFAR-10 after an hour on 2 cores: SimpleViT 128 wide, 4 deep, at twice "
         "the rate (docs/results.md)",
         values={
-            # On CIFAR-10 it learns more in each pass, and a step takes less time (docs/results.md).
+            # With this stem a pass teaches more, and a step takes less time (docs/results.md).
             "model_options": {"stem": "conv"},
             "epochs": 100,
             "batch_size": 128,

@@ -61,8 +61,9 @@ class Reporter:
         if bar.console.is_terminal:
             self._bar = bar
             self._bar.start()
-            self._task = bar.add_task("", total=work(total), step=done, steps=total, numbers="")
-            self._bar.update(self._task, completed=work(done))
+            self._task = self._bar.add_task(
+                "", total=work(total), completed=work(done), step=done, steps=total, numbers=""
+            )
 
     def step(self, done: int, numbers: dict[str, float]) -> None:
         """Move the bar; `numbers` are shown beside it."""
