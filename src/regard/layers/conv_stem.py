@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from regard.layers.conv import ConvStage
 from regard.layers.whitening import WhiteningStem
 
+DEPTH = 2  # convolutions of a stage
 POOLED = 2  # the last factors of two of a patch that are pooled; whitening takes the earlier ones
 
 
@@ -28,7 +29,6 @@ class ConvStem(nn.Module):
         channels: int,
         patch: tuple[int, int],
         dim: int,
-        depth: int = 2,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -40,7 +40,7 @@ class ConvStem(nn.Module):
         self.stages = nn.ModuleList()
         for i, pool in enumerate(pools):
             width = max(8, dim >> 2 * (len(pools) - 1 - i))
-            self.stages.append(ConvStage(inputs, width, depth, pool, device=device, dtype=dtype))
+            self.stages.append(ConvStage(inputs, width, DEPTH, pool, device=device, dtype=dtype))
             inputs = width
         self.project = nn.Conv2d(inputs, dim, rest, rest, device=device, dtype=dtype)
         self.norm_out = nn.LayerNorm(dim, device=device, dtype=dtype)

@@ -11,11 +11,6 @@ from regard.errors import InputError
 CALIBRATION_BATCH = 256
 
 
-def batch_norms(model: nn.Module) -> list[nn.BatchNorm2d]:
-    """The model's batch norms."""
-    return [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
-
-
 @torch.no_grad()
 def take_statistics(model: nn.Module, images: Tensor, answer: Callable[[Tensor], Tensor]) -> None:
     """Take the norms' statistics for evaluation from images (b, c, h, w), which `answer` runs.
@@ -23,7 +18,7 @@ def take_statistics(model: nn.Module, images: Tensor, answer: Callable[[Tensor],
     Batches of about 256 are normed by themselves, as in training, and their means and variances
     averaged (Wu & Johnson 2021, arXiv 2105.07576). The result depends on weights and images only.
     """
-    norms = batch_norms(model)
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     momenta, training = [norm.momentum for norm in norms], model.training
     for norm in norms:
         norm.reset_running_stats()

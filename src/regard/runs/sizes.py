@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import fmean
 
 from torch import nn
@@ -47,8 +47,7 @@ def mean_step(recipe: Recipe, multiple: tuple[int, int], first: float, last: flo
     largest = math.prod(recipe.image_size)
     if smallest == largest:
         return last
-    areas = (math.prod(training_size(recipe, s, multiple)) for s in range(recipe.steps))
-    share = (fmean(areas) - smallest) / (largest - smallest)
+    share = (fmean(areas(recipe, multiple)) - smallest) / (largest - smallest)
     return first + share * (last - first)
 
 
@@ -59,8 +58,12 @@ def work_done(recipe: Recipe, multiple: tuple[int, int]) -> Callable[[int], floa
     """
     if recipe.start_size is None:
         return float
-    areas = (math.prod(training_size(recipe, s, multiple)) for s in range(recipe.steps))
-    return list(itertools.accumulate(areas, initial=0)).__getitem__
+    return list(itertools.accumulate(areas(recipe, multiple), initial=0)).__getitem__
+
+
+def areas(recipe: Recipe, multiple: tuple[int, int]) -> Iterator[int]:
+    """The pixels of an image in each step."""
+    return (math.prod(training_size(recipe, s, multiple)) for s in range(recipe.steps))
 
 
 def size_multiple(model: nn.Module) -> tuple[int, int]:
