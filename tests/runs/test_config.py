@@ -116,13 +116,18 @@ def test_every_preset_makes_a_recipe():
         assert (got.preset, got.epochs) == (name, PRESETS[name].values["epochs"])
 
 
-def test_the_options_of_a_preset_are_those_of_its_model():
+def test_the_options_of_a_preset_are_those_of_its_family_of_models():
     def options(**changes):
         return recipe(preset="imagenet", **changes)[0].model_options
 
     assert options() == {"qk_norm": "rms"}
     assert options(model_options={"depth": 2}) == {"qk_norm": "rms", "depth": 2}
     assert options(model_options={"qk_norm": "unit"}) == {"qk_norm": "unit"}
+    assert options(model="simple-vit-b/16") == {"qk_norm": "rms"}
+    assert options(model="simple-vit-b/16", model_options={"qk_norm": "layer"}) == {
+        "qk_norm": "layer"
+    }
+    assert options(model="timm:vit_small_patch16_224") == {}
     assert options(model="pixel-resnet-s") == {}
     assert recipe(preset="small")[0].model_options == {"stem": "conv"}
     assert recipe(preset="small", model="simple-vit-nano/4")[0].model_options == {}

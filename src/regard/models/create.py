@@ -48,6 +48,11 @@ def model_names() -> list[str]:
     return vits + [f"pixel-resnet-{size}" for size in RESNET_SIZES]
 
 
+def family(name: str) -> str:
+    """What stands before the size: "simple-vit" of "simple-vit-s/16"; a timm name is its own."""
+    return name if name.startswith(TIMM) else name.rpartition("-")[0]
+
+
 def create(name: str, *, num_classes: int | None, **options: Any) -> nn.Module:
     """Build a model from its name, e.g. create("simple-vit-s/16", num_classes=10).
 

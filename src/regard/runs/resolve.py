@@ -6,6 +6,7 @@ from typing import Any
 
 from regard.errors import InputError, counted
 from regard.images import Augment, Data
+from regard.models.create import family
 from regard.runs.config import Recipe, TrainConfig
 from regard.runs.presets import COMMON, choose_preset, model_for, side_for
 
@@ -43,8 +44,8 @@ def new_recipe(
         cause = "model" if config.model or inherited.get("model") else "data"
         notes.append(f"preset {name}, for this {cause} (give --preset to choose another)")
     values = {**COMMON, **preset.values, **inherited, **asked, "preset": name}
-    if "model" in asked and asked["model"] != preset.values.get("model"):
-        values["model_options"] = asked.get("model_options", {})  # the preset's are of its model
+    if "model" in asked and family(asked["model"]) != family(preset.values.get("model", "")):
+        values["model_options"] = asked.get("model_options", {})  # the preset's are of its family
     elif "model" not in inherited:
         values["model_options"] = {
             **preset.values.get("model_options", {}), **asked.get("model_options", {})
