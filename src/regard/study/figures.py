@@ -102,5 +102,5 @@ def over_training(
             panel(f"{title}, rate {rate:g}", bands, width=300, height=200, log_y=log,
                   x_marks=marks, y_values=scale, small=True)
         )  # fmt: skip
-    columns = f"grid-template-columns: repeat({len(panels)}, 1fr)"
+    columns = f"--columns: {len(panels)}"  # the page scales its letters by it, too
     return tag("div", tag("div", *panels, class_="multiples", style=columns), class_="scroll")

@@ -235,5 +235,5 @@ def statements(summary: Summary, optimizer: str) -> list[str]:
 
 
 def conclusion(summary: Summary, optimizer: str) -> str:
-    """The same as one paragraph."""
-    return " ".join(statements(summary, optimizer))
+    """The same as plain text: the answer, then a line for each thing it rests on."""
+    return "\n  - ".join(statements(summary, optimizer))

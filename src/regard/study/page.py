@@ -29,9 +29,11 @@ STYLE = Html("""<style>
 .legend button::before { content: ""; display: inline-block; width: 1.2em; height: .28em;
   margin-right: .5em; vertical-align: middle; border-radius: 1em; background: var(--ink); }
 .legend button[aria-pressed=false] { opacity: .45; text-decoration: line-through; }
-.scroll { overflow-x: auto; } .multiples { display: grid; gap: .5rem; min-width: 46rem; }
+.scroll { overflow-x: auto; } .multiples { display: grid; gap: .5rem; min-width: 46rem;
+  grid-template-columns: repeat(var(--columns), 1fr); }
 .multiples figure { padding: .35rem .4rem; } .multiples figcaption { font-size: .78rem; margin: 0; }
-.multiples svg { font-size: 15px; } .answer { max-width: 52rem; }
+.multiples svg { font-size: clamp(9px, calc(3.6px * var(--columns)), 15px); }
+.answer { max-width: 52rem; }
 .answer ul { margin: .3rem 0; padding-left: 1.2rem; } .answer li { margin: .2rem 0; }
 .cards { grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); }
 .answer b { display: block; font-size: 1.15rem; line-height: 1.35; margin: .6rem 0 .3rem; }
