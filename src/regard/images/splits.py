@@ -202,7 +202,9 @@ def _recall(listing: Listing, splits: np.ndarray, record: dict[str, Any]) -> Non
 
 def check_shape(record: Any) -> None:
     """Raise what a record of a split raises that is none: `TypeError`, `KeyError`, `ValueError`."""
-    for name in ("val", "classes"):
+    if record["made"] not in ("given", "seeded"):
+        raise ValueError(f"made is {record['made']!r}")
+    for name in ("val", "classes") if record["made"] == "seeded" else ("classes",):
         if not all(isinstance(entry, str) for entry in record[name]):
             raise TypeError(f"{name} holds more than names")
     if not isinstance(record["fingerprint"], str):
