@@ -55,6 +55,28 @@ def test_gradients_and_gradients_of_them_are_those_of_finite_differences(form):
     assert torch.autograd.gradgradcheck(norm, (x,))
 
 
+@pytest.mark.parametrize("form", ["unit", "rms", "layer"])
+def test_a_gain_that_also_made_the_input_is_counted_once(form):
+    norm, x = norm_and_input(form)
+
+    def once(x, gamma):
+        return torch.func.functional_call(norm, {"gamma": gamma}, x)
+
+    def twice(x, gamma):
+        return once(once(x, gamma), gamma)
+
+    def of_itself(x):
+        return once(x, norm.gamma * x.square().mean())
+
+    weights = torch.randn(x.shape, dtype=x.dtype)
+    for run, inputs in ((twice, (x, norm.gamma)), (of_itself, (x,))):
+        assert torch.autograd.gradcheck(run, inputs)
+        assert torch.autograd.gradgradcheck(run, inputs)
+        plain = torch.autograd.grad((run(*inputs) * weights).sum(), inputs)
+        kept = torch.autograd.grad((run(*inputs) * weights).sum(), inputs, create_graph=True)
+        torch.testing.assert_close(kept, plain)
+
+
 def test_a_vector_of_zeros_gets_a_finite_gradient_and_a_tiny_one_that_of_a_product():
     norm = QKNorm("unit", 1, 4, dtype=torch.float64)
     x = torch.zeros(1, 2, 4, dtype=torch.float64)

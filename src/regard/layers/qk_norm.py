@@ -98,7 +98,7 @@ class _Divided(torch.autograd.Function):
 
     With y = x/l · γ and u = x/l:  dγ = Σ u dy,  dx = (γ dy - c u Σ_t γ_t dy_t u_t) / l,  where c
     is 1/d for the root mean square, 1 for the length, and 0 for a length below the smallest.
-    Gradients of gradients take the plain form.
+    Where gradients of it are wanted, the same is computed by what has gradients itself.
     """
 
     @staticmethod
@@ -112,11 +112,7 @@ class _Divided(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gain, length = ctx.saved_tensors
         if torch.is_grad_enabled():
-            needed = ctx.needs_input_grad[:2]
-            wanted = [t for t, need in zip((x, gain), needed, strict=True) if need]
-            out = _divided(x, gain, ctx.rms)
-            found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-            return *(next(found) if need else None for need in needed), None
+            return *_gradients(x, gain, grad, ctx.rms), None
         part = (grad * x).div_(length)
         dgain = part.sum_to_size(gain.shape)
         along = part.mul_(gain).sum(-1, keepdim=True).div_(length)
@@ -126,6 +122,16 @@ class _Divided(torch.autograd.Function):
             along.masked_fill_(length <= UNIT_EPS, 0)
         dx = torch.mul(grad, gain, out=part).addcmul_(x, along, value=-1).div_(length)
         return dx, dgain, None
+
+
+def _gradients(x: Tensor, gain: Tensor, grad: Tensor, rms: bool) -> tuple[Tensor, Tensor]:
+    """dx and dγ as `_Divided` says, of operations that autograd follows."""
+    length = _divisor(x, rms)
+    unit = x / length
+    part = unit * grad
+    along = (part * gain).sum(-1, keepdim=True)
+    along = along / x.shape[-1] if rms else along.masked_fill(length <= UNIT_EPS, 0)
+    return (gain * grad - unit * along) / length, part.sum_to_size(gain.shape)
 
 
 def largest_logit(q_norm: nn.Module, k_norm: nn.Module) -> float:
