@@ -13,8 +13,10 @@ NOBODY_READS = 141
 # What a path that was given, or the disk it lies on, can have against it.
 OF_PATHS = (
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT),
 )
+# Writing into an open file tells no path.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -46,6 +48,14 @@ def run(arguments: list[str]) -> int:
         if isinstance(error, OSError) and error.filename is not None and error.errno in OF_PATHS:
             path = os.fsdecode(error.filename)
             print(f"regard: {path!r}: {error.strerror}; give another path", file=sys.stderr)
+            return InputError.exit_code
+        if isinstance(error, OSError) and error.errno in FULL:
+            where = f" at {os.fsdecode(error.filename)!r}" if error.filename is not None else ""
+            print(
+                f"regard: nothing more could be written{where} ({error.strerror}); make room or "
+                "write elsewhere, and remove what is half written there",
+                file=sys.stderr,
+            )
             return InputError.exit_code
         traceback.print_exc()
         print("regard: this is a fault of ours; please report the lines above", file=sys.stderr)

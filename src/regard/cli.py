@@ -14,7 +14,8 @@ from regard.options import parse
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Measure a run on images: accuracy, per-class scores, a confusion matrix."""
+    """Measure a run on images: accuracy and the like; with --out scores of each class and a
+    confusion matrix, too."""
 
     run: Path
     """The run folder."""
@@ -35,6 +36,8 @@ def train_command(arguments: list[str]) -> int:
     from regard.views.report import write_report
 
     result = train(parse(TrainConfig, "train", arguments, ("data",)))
+    if not result.main:
+        return 0
     report = write_report(result.folder)
     print(
         f"accuracy  {result.accuracy:.2%} on {result.held_out} held-out images\n"
@@ -121,6 +124,8 @@ def look_command(arguments: list[str]) -> int:
     from regard.views.look import LookOptions, look
 
     result = look(parse(LookOptions, "look", arguments, ("run", "images")))
+    if result.faithfulness:
+        print("faithfulness, mean over the pictures: deletion is better low, insertion high")
     for name, numbers in (result.faithfulness or {}).items():
         said = "  ".join(f"{kind} {value:.4f}" for kind, value in numbers.items())
         print(f"{name:<12}{said}")

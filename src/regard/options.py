@@ -23,6 +23,7 @@ def parse(
     Fields named in `positional` are given by place, the others as --name value. A field that is
     itself such a dataclass adds its fields.
     """
+    refuse_empty(arguments)
     arguments = by_place_first(arguments)
     refuse_unknown(command, arguments, option_names(options))
     shown: Any = described(options, positional)
@@ -113,6 +114,17 @@ def option_names(options: type[Any]) -> list[str]:
             else [field.name.rstrip("_")]
         )
     return names
+
+
+def refuse_empty(arguments: list[str]) -> None:
+    """Refuse an empty word, which a shell makes of a variable that is not set."""
+    if "" in arguments:
+        place = arguments.index("")
+        where = f"after {arguments[place - 1]}" if place else "first"
+        raise InputError(
+            f"an empty word came {where}, as of a shell variable that is not set; give a value, or "
+            "leave it out"
+        )
 
 
 def by_place_first(arguments: list[str]) -> list[str]:

@@ -67,8 +67,12 @@ def test_what_is_given_beats_the_preset_and_the_rest_is_its():
     assert got.weight_decay == preset["weight_decay"]
     assert notes == [
         "preset digits, for this data (give --preset to choose another)",
+        "model simple-vit-nano/4",
+        "images at 16 × 16 pixels",
         "7 steps of 64 images",
     ]
+    _, notes = recipe(model="simple-vit-nano/2", image_size=(8, 8))
+    assert not any(note.startswith(("model", "images")) for note in notes)
 
 
 def test_epochs_become_steps_rounded_up():

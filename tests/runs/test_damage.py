@@ -58,6 +58,10 @@ DAMAGE = {
     "an empty checkpoint": lambda f: (last(f) / "state.safetensors").write_bytes(b""),
     "an odd progress": lambda f: (last(f) / "progress.json").write_text("[]"),
     "a progress of words": lambda f: (last(f) / "progress.json").write_text('{"step": "x"}'),
+    "a progress of nothing": lambda f: (last(f) / "progress.json").write_text("{}"),
+    "a progress with half a step": lambda f: (last(f) / "progress.json").write_text(
+        json.dumps({**json.loads((last(f) / "progress.json").read_text()), "step": 3.5})
+    ),
     "a bad line of metrics": lambda f: (f / "metrics.jsonl").write_text('nothing\n{"step": 1}\n'),
     "a line without step": lambda f: (f / "metrics.jsonl").write_text("{}\n"),
     "an empty split": lambda f: (f / "split.json").write_text("{}"),
@@ -193,7 +197,7 @@ def test_a_link_to_nothing_is_no_place_for_a_run(tmp_path):
 
 def test_no_data_at_all_is_not_the_folder_one_is_in(tmp_path, monkeypatch):
     monkeypatch.chdir(picture_folder(tmp_path / "data"))
-    with pytest.raises(InputError, match="DATA is empty"):
+    with pytest.raises(InputError, match="no DATA came"):
         train(tiny_config(tmp_path / "run", data=""), say=quiet)
 
 

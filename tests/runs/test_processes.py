@@ -41,6 +41,19 @@ def torchrun(*requests: TrainConfig) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_the_command_on_two_processes_ends_with_one_report(tmp_path):
+    out = tmp_path / "run"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, "-m", "regard", "train", "digits", "--steps=2", "--batch-size=64",
+               "--device=cpu", "--precision=fp32", f"--out={out}"]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("accuracy  ") == 1
+    assert (out / "report.html").is_file()
+    assert (out / "evaluation.json").is_file()
+
+
 def apart(one: Path, other: Path) -> float:
     """The largest difference between two runs' last weights."""
     a, b = (read_weights(run / "model.safetensors") for run in (one, other))

@@ -53,7 +53,7 @@ def open_data(
 
 def _list(spec: str, channels: int | None) -> Listing:
     if not spec.strip():
-        raise InputError("DATA is empty; give a folder, `.` for the one you are in, or digits")
+        raise InputError("no DATA came; give a folder, `.` for the one you are in, or digits")
     path = Path(spec)
     if spec == "digits":
         return list_digits(channels)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from regard.errors import InputError
+
 _AHEAD = 2  # tasks that each worker has in hand
 
 
@@ -43,6 +45,8 @@ def deliver(
     `if __name__ == "__main__"`. What is made depends on the task alone, so the number of workers
     changes nothing but speed.
     """
+    if workers < 0:
+        raise InputError(f"workers is {workers}; give 0 or more")
     if workers == 0:
         return itertools.starmap(make, tasks)
     return _from_processes(make, tasks, workers)

@@ -21,10 +21,11 @@ ModelOption = int | float | str | bool | list[int] | list[float] | None
 class TrainConfig:
     """Train a classifier. What is not given is chosen by a preset, which is said aloud."""
 
-    data: str
-    """Training images: class folders, a zip of them, a manifest, hf:NAME, stream:NAME, digits."""
+    data: str = ""
+    """Training images: class folders, a zip of them, a manifest, hf:NAME, stream:NAME, digits;
+    with --resume the run's own if not given."""
     model: str | None = None
-    """Model name, such as simple-vit-s/16."""
+    """simple-vit-SIZE/PATCH (nano, ti, s, b, l), pixel-resnet-SIZE (nano, s, m) or timm:NAME."""
     out: Path | None = None
     """The run folder to write; the default is runs/NAME with the next free number."""
     resume: bool = False
@@ -88,7 +89,7 @@ class TrainConfig:
     memory: float | None = None
     """Gigabytes of decoded images to keep in memory; what does not fit is read each time."""
     model_options: dict[str, ModelOption] = field(default_factory=dict)
-    """Options of the model, such as qk_norm rms attention false widths 32,64."""
+    """Options of the model, such as qk_norm rms stem conv drop_path 0.1; docs/models.md has all."""
     test_flips: Literal["off", "on"] | None = None
     """Evaluate and predict by the mean over each image and its mirror image."""
     compile: bool = False
@@ -216,6 +217,11 @@ class RunConfig:
     def from_dict(cls, values: Mapping[str, Any], where: str = "config.json") -> "RunConfig":
         """Rebuild from `to_dict`'s result; unknown and missing keys are refused by name."""
         values = dict(values)
+        if "layout" in values and "models" in values:
+            raise InputError(
+                f"{where} describes weights by themselves, not a run; open their folder by "
+                "regard.weights.from_pretrained"
+            )
         if values.pop("format", None) != 1:
             raise InputError(f"{where} has a format this version does not read; update regard")
         keys_of(cls, values, where)

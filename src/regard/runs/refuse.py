@@ -8,6 +8,7 @@ from torch import nn
 
 from regard.errors import InputError
 from regard.runs.config import Recipe
+from regard.runs.reference import takes_statistics
 from regard.runs.sizes import size_multiple
 
 # Options of the models that other parts of a request decide.
@@ -38,9 +39,19 @@ def refuse_start_size(recipe: Recipe, model: nn.Module) -> None:
         )
 
 
+def refuse_single_images(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse microbatches of one image for a model whose norms take statistics over a batch."""
+    if takes_statistics(model) and recipe.microbatch < 2:
+        raise InputError(
+            f"a batch of {recipe.batch_size} in microbatches of {recipe.microbatch}; the batch "
+            "norms of this model need 2 images or more at a time: raise --batch-size or "
+            "--microbatch"
+        )
+
+
 def refuse_inside(out: Path, data: str) -> None:
     """Refuse a run folder among the training images, which it would become a class of."""
-    if Path(data).is_dir() and out.resolve().is_relative_to(Path(data).resolve()):
+    if data.strip() and Path(data).is_dir() and out.resolve().is_relative_to(Path(data).resolve()):
         raise InputError(
             f"{out} lies in the training data {data}, where it would be taken for pictures; give "
             "an --out outside"

@@ -51,12 +51,13 @@ def new_recipe(
             **preset.values.get("model_options", {}), **asked.get("model_options", {})
         }  # fmt: skip
     values["augment"] = dataclasses.replace(values.get("augment", Augment()), **augment)
-    if "image_size" not in values:
-        values["image_size"] = (side_for(data),) * 2
-        notes.append(f"images at {values['image_size'][0]} pixels square")
-    if "model" not in values:
-        values["model"] = model_for(min(values["image_size"]))
+    values.setdefault("image_size", (side_for(data),) * 2)
+    values.setdefault("model", model_for(min(values["image_size"])))
+    decided = {*asked, *inherited}
+    if "model" not in decided:
         notes.append(f"model {values['model']}")
+    if "image_size" not in decided:
+        notes.append("images at {} × {} pixels".format(*values["image_size"]))
     images = len(data.splits["train"])
     values["batch_size"] = min(values["batch_size"], largest_batch(images, world))
     if config.batch_size is not None:
@@ -114,5 +115,6 @@ def steps_of(epochs: float, images: int, batch_size: int) -> int:
 
 
 def largest_batch(images: int, world: int) -> int:
-    """A preset's batch is at most a quarter of the images, in equal shares for the processes."""
-    return max(1, images // 4 // world) * world
+    """A preset's batch is at most a quarter of the images, in equal shares for the processes, of
+    two images or more where there are so many: a batch norm needs two."""
+    return max(images // 4 // world, min(2, images // world), 1) * world

@@ -30,7 +30,12 @@ from regard.runs.optimizer import build_optimizers
 from regard.runs.prescan import without_quarantined
 from regard.runs.processes import Processes
 from regard.runs.reference import initialise, reference_images, takes_statistics
-from regard.runs.refuse import refuse_inside, refuse_own, refuse_start_size
+from regard.runs.refuse import (
+    refuse_inside,
+    refuse_own,
+    refuse_single_images,
+    refuse_start_size,
+)
 from regard.runs.reporter import Reporter
 from regard.runs.resolve import new_recipe, resumed_recipe
 from regard.runs.state import TrainState
@@ -66,6 +71,7 @@ def new_job(
     torch.manual_seed(recipe.seed)
     model = create(**arguments)
     refuse_start_size(recipe, model)
+    refuse_single_images(recipe, model)
     if origin is not None:
         notes.append(start_from(model, origin, data))
     run_config = RunConfig(
@@ -99,6 +105,7 @@ def resume_job(
     recipe, changed = resumed_recipe(stored.recipe, config, data, processes.world)
     torch.manual_seed(recipe.seed)
     model = create(**stored.model)
+    refuse_single_images(recipe, model)
     if stored.recipe.init is not None and not folder.saved_steps():
         start_from(model, RunFolder.open(stored.recipe.init), data)
     steps = folder.saved_steps()

@@ -28,11 +28,11 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
-        """Rebuild from `to_dict`'s result."""
+        """Rebuild from `to_dict`'s result; what it lacks, or has of another kind, is refused."""
         known: dict[str, Any] = {k: float("inf") if v is None else v for k, v in values.items()}
-        odd = [f"{k} is {v!r}" for k, v in known.items() if type(v) not in (int, float)]
-        if odd:
-            raise TypeError(odd[0])
+        for name, kind in cls.__annotations__.items():
+            if type(known[name]) not in ((int,) if kind is int else (int, float)):
+                raise TypeError(f"{name} is {known[name]!r}")
         return cls(**known)
 
 

@@ -1,6 +1,7 @@
 """One training run, from a request to a finished folder."""
 
 import contextlib
+import dataclasses
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -29,6 +30,8 @@ class TrainResult:
     evaluation: Evaluation
     minutes: float
     """Time spent in the loop, over all segments."""
+    main: bool = True
+    """Whether this process is the one of several that writes and speaks."""
 
     @property
     def accuracy(self) -> float:
@@ -52,6 +55,8 @@ def train(config: TrainConfig, say: Callable[[str], None] | None = None) -> Trai
     folder = RunFolder.open(config.out) if config.resume and config.out else None
     stored = folder.config() if folder else None
     settings = stored.recipe if stored else None
+    if settings and not config.data:
+        config = dataclasses.replace(config, data=settings.data)
     processes = Processes(
         config.device or (settings.device if settings else "auto"),
         config.strategy or (settings.strategy if settings else "auto"),
@@ -119,7 +124,8 @@ def finish(job: Job) -> TrainResult:
     if job.processes.main:
         with folder.writing():
             write_evaluation(folder, found)
-    return TrainResult(folder.path, found, seconds / 60)
+    job.processes.barrier()
+    return TrainResult(folder.path, found, seconds / 60, job.processes.main)
 
 
 def run_name(data: str) -> str:

@@ -247,7 +247,8 @@ def recipe_facts(config: RunConfig) -> list[tuple[str, Any]]:
     }
     shown = [(name.replace("_", " "), plain(value)) for name, value in recipe.items()]
     for segment in config.segments[1:]:
-        changes = plain(segment.changed) if segment.changed else "nothing changed"
+        changed = {name: value for name, value in segment.changed.items() if value is not None}
+        changes = plain(changed) if changed else "nothing changed"
         where = counted(segment.processes, "process", "processes")
         words = f"{changes}; {where} of {counted(segment.threads, 'thread')}"
         shown.append((f"resumed after step {segment.from_step}", words))
