@@ -136,6 +136,8 @@ def test_pictures_in_probabilities_out_without_regard(exported, vit_run, picture
     np.testing.assert_allclose(found.probabilities, wanted.probabilities, atol=1e-5)
     with pytest.raises(InputError, match="gives no features"):
         load(result.file).embed(list(pictures))
+    with pytest.raises(InputError, match="is an exported file and holds no module"):
+        _ = load(result.file).model
 
 
 def test_half_holds_its_tolerance(exported):

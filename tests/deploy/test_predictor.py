@@ -8,11 +8,13 @@ import pytest
 import torch
 from PIL import Image
 
+import regard
 from regard.deploy.predictor import load
 from regard.errors import InputError
 from regard.files import read_weights, write_weights
 from regard.images import UnreadableImage
 from regard.runs.folder import RunFolder
+from regard.weights import from_pretrained, save_pretrained
 
 
 def by_hand(run, pixels):
@@ -69,6 +71,14 @@ def test_features_are_what_the_classifier_takes(vit_run, net_run, pictures):
         )
 
 
+def test_the_module_itself_is_there_to_be_recorded(vit_run, pictures):
+    predictor = load(vit_run)
+    assert not predictor.model.training
+    with regard.record(predictor.model) as seen:
+        found = predictor.predict(list(pictures))
+    assert seen["blocks.0.attention"].weights.shape[0] == len(found)
+
+
 def test_the_weights_alone_say_what_they_are(vit_run, pictures, tmp_path):
     alone = load(RunFolder(vit_run).weights_file)
     whole = load(vit_run).predict(list(pictures))
@@ -118,7 +128,15 @@ def test_runs_that_cannot_be_used_are_refused(vit_run, tmp_path):
     run.write_weights(RunFolder(vit_run).load_model().state_dict(), config, 1)
     with pytest.raises(InputError, match="10 outputs and 9 class names"):
         load(run.path)
-    with pytest.raises(InputError, match="run code"):
+    with pytest.raises(InputError, match="does not exist"):
         load(tmp_path / "model.pt2")
+    (tmp_path / "model.pt2").touch()
+    with pytest.raises(InputError, match=r"run code .*regard\.load\(…, trusted=True\)"):
+        load(tmp_path / "model.pt2")
+    save_pretrained(regard.PixelAttention(8, 2, 4), tmp_path / "weights")
+    with pytest.raises(InputError, match=r"by themselves, not a run; .*from_pretrained"):
+        load(tmp_path / "weights")
+    with pytest.raises(InputError, match=r"is a training run; regard\.load\(.*\)\.model opens"):
+        from_pretrained(vit_run)
     with pytest.raises(InputError, match="no device 'gpu'"):
         load(vit_run, device="gpu")

@@ -9,6 +9,7 @@ from regard.deploy.table import as_markdown
 from regard.errors import counted
 
 MANY = 40
+WEAKEST = 3
 
 
 def model_card(facts: FileFacts, path: Path, about: Mapping[str, Any]) -> str:
@@ -119,8 +120,8 @@ def limits(facts: FileFacts, about: Mapping[str, Any]) -> str:
     ]
     held = about["evaluation"]
     scored = [row for row in (held or {}).get("per_class", []) if row["support"]]
-    if scored:
-        weakest = sorted(scored, key=lambda row: row["recall"])[:3]
+    if len(scored) > WEAKEST:
+        weakest = sorted(scored, key=lambda row: row["recall"])[:WEAKEST]
         said = ", ".join(f"`{r['class']}` {r['recall']:.0%}" for r in weakest)
         lines.append(f"It finds these classes least: {said} (recall).")
     if facts.precision == "int8":

@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.deploy.facts import digest
 from regard.deploy.pictures import each_picture
@@ -95,6 +95,16 @@ class Predictor:
         self.takes = takes
         self.source = source
         self.identity = identity
+
+    @property
+    def model(self) -> nn.Module:
+        """The module itself, in eval mode, for `regard.record`, `accelerate` or more training."""
+        if not isinstance(self.runner, ModuleRunner):
+            raise InputError(
+                f"{self.source} is an exported file and holds no module; load the run folder, or "
+                "its model.safetensors"
+            )
+        return self.runner.module
 
     def predict(
         self, images: Any, *, batch_size: int = 64, device: str | torch.device | None = None
@@ -212,10 +222,11 @@ def load(
 
 def load_export(path: Path, device: torch.device, trusted: bool) -> Predictor:
     """A predictor on an exported file."""
-    if path.suffix == SUFFIXES["torch"] and not trusted:
+    if path.suffix == SUFFIXES["torch"] and path.is_file() and not trusted:
         raise InputError(
             f"{path} is a torch.export program, and reading one can run code of its author; "
-            "give trusted=True if it is yours, or export the run to ONNX"
+            "if it is yours, open it in Python by regard.load(…, trusted=True), or export the run "
+            "to ONNX"
         )
     facts, runner = open_file(path, str(device))
     return Predictor(

@@ -62,10 +62,12 @@ def line(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def latency_cell(name: str, latency: Mapping[str, float]) -> str:
-    """Milliseconds and how many times faster than eager torch."""
+    """Milliseconds and how many times faster than eager torch, where that can be told."""
     spent = f"{latency['ms']:.1f} ms"
     if name == "eager":
         return spent
+    if latency["error"] > latency["speedup"] / 2:
+        return f"{spent} (varied too much to compare)"
     return f"{spent} ({latency['speedup']:.2f} ± {latency['error']:.2f} ×)"
 
 

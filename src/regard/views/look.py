@@ -117,8 +117,9 @@ def read_picture(path: Path, preprocess: Preprocess) -> Picture:
     try:
         raw = read_file(path)
     except OSError as error:
+        needed = f"pictures, such as {path}/*.jpg" if path.is_dir() else "a picture file"
         raise InputError(
-            f"{path} cannot be read ({error.strerror or error}); give a picture file"
+            f"{path} cannot be read ({error.strerror or error}); give {needed}"
         ) from None
     original = decode(raw, preprocess.channels, str(path))
     geometry = preprocess.geometry(*original.shape[-2:])

@@ -147,7 +147,7 @@ def cell_at(
         (top, left), (bottom, right) = geometry.to_picture(corners).tolist()
         raise InputError(
             f"the place x={place[1]:g}, y={place[0]:g} is outside what the model saw of the "
-            f"picture: x from {left:g} to {right:g}, y from {top:g} to {bottom:g}"
+            f"picture: x from {left:g} to below {right:g}, y from {top:g} to below {bottom:g}"
         )
     return int(y * grid[0] / size[0]), int(x * grid[1] / size[1])
 
