@@ -1,7 +1,9 @@
 """`attend` against loops in float64 and against torch's attention, and what it refuses."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -190,13 +192,20 @@ REFUSED = [
     ((ZERO(2, 0), ZERO(2, 0), ZERO(2, 3)), {}, "give the same, at least 1"),
     ((ZERO(2, 2, 3), ZERO(3, 2, 3), ZERO(3, 2, 3)), {}, "do not broadcast"),
     ((ZERO(2, 3), ZERO(2, 3).double(), ZERO(2, 3)), {}, "dtypes torch.float32, torch.float64"),
-    ((ZERO(2, 3).long(),) * 3, {}, "one floating-point dtype"),
+    ((ZERO(2, 3).long(),) * 3, {}, "give one of float16, bfloat16, float32 and float64"),
+    ((ZERO(2, 3).to(torch.float8_e4m3fn),) * 3, {}, "give one of float16, bfloat16"),
+    ((ZERO(2, 3).to_sparse(), ZERO(2, 3), ZERO(2, 3)), {}, "q has layout torch.sparse_coo"),
     ((ZERO(2, 3), ZERO(2, 3, device="meta"), ZERO(2, 3)), {}, "k is on meta and q on cpu"),
     ((ZERO(2, 3),) * 3, {"kernel": "flush"}, "kernel='flush' is unknown; .*plain, sdpa, blocked"),
     ((ZERO(2, 3),) * 3, {"score_dtype": torch.int32}, "score_dtype=torch.int32"),
     ((ZERO(2, 3),) * 3, {"score_dtype": "float32"}, "score_dtype='float32'"),
-    ((ZERO(2, 3),) * 3, {"scale": "x"}, "scale='x': give a number"),
-    ((ZERO(2, 3),) * 3, {"scale": torch.ones(3)}, "scale=tensor.*: give a number"),
+    ((ZERO(2, 3),) * 3, {"score_dtype": torch.float8_e4m3fn}, "score_dtype=torch.float8_e4m3fn"),
+    ((ZERO(2, 3),) * 3, {"score_dtype": [torch.float32]}, r"score_dtype=\[torch.float32\]"),
+    ((ZERO(2, 3),) * 3, {"kernel": ["plain"]}, r"kernel=\['plain'\] is unknown"),
+    *(
+        ((ZERO(2, 3),) * 3, {"scale": scale}, "scale=.*: give a finite number, or None")
+        for scale in ("x", torch.ones(3), True, math.nan, math.inf, 10**400)
+    ),
 ]
 
 
@@ -204,3 +213,21 @@ REFUSED = [
 def test_refusals(operands, options, message):
     with pytest.raises(InputError, match=message):
         attend(*operands, **options)
+
+
+@pytest.mark.parametrize("kernel", ["auto", *KERNELS])
+def test_a_scale_is_any_real_number(kernel):
+    q, k, v = (torch.randn(1, 2, 20, 8) for _ in range(3))
+    wanted = attend(q, k, v, scale=0.5, kernel=kernel)
+    for scale in (Fraction(1, 2), np.float32(0.5)):
+        assert torch.equal(attend(q, k, v, scale=scale, kernel=kernel), wanted)
+
+
+def test_autocast_casts_no_integers():
+    q = torch.zeros(2, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attend(q, q, q).dtype == torch.bfloat16
+        with pytest.raises(InputError, match=r"dtypes torch\.bfloat16, torch\.int64"):
+            attend(q, q.long(), q)
+        with pytest.raises(InputError, match="k is a NoneType"):
+            attend(q, None, q)

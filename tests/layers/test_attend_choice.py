@@ -129,3 +129,13 @@ def test_explain_counts_operations_and_listens_to_modules():
     assert explain(q, q, q, kernel="plain").peak_bytes >= 6 * 100 * 100 * 4
     with attention_kernel("blocked", cache_bytes=40_000):
         assert explain(q, q, q).peak_bytes < 200_000
+
+
+def test_what_can_be_explained_is_asked_for():
+    with pytest.raises(InputError, match="a str came, and 0 after it; give q, k and v"):
+        explain("x")
+    with (
+        pytest.raises(InputError, match="cache_bytes='1': give a positive integer"),
+        attention_kernel("auto", cache_bytes="1"),
+    ):
+        pass

@@ -35,7 +35,7 @@ def reference(x, params, num_groups, num_heads, eps=1e-5):
 
 
 def plain_float32(x, params, num_groups, num_heads, eps=1e-5):
-    """The mission's formula as one would write it with torch."""
+    """The formula as one would write it with torch."""
     b, c, h, w = x.shape
     z = torch.group_norm(x, num_groups, params["norm_weight"], params["norm_bias"], eps)
     z = z.flatten(2).transpose(1, 2)

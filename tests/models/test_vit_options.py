@@ -201,10 +201,42 @@ def test_a_stem_takes_statistics_of_images():
     assert not torch.equal(norm.running_mean, before[0])
     assert not model.training
     assert norm.momentum == 0.1
-    with pytest.raises(regard.InputError, match="a batch of 0 in training"):
-        model.calibrate(images[:0])
+    taken = norm.running_mean.clone()
+    for few in (images[:0], images[:1], images[:4] * math.nan, images[:4] / 0):
+        with pytest.raises(regard.InputError, match="to take statistics from"):
+            model.calibrate(few)
+        assert torch.equal(norm.running_mean, taken)
+    kernel = white.kernel.clone()
+    for bad in (images[:0], images[:4] * math.nan):
+        with pytest.raises(regard.InputError, match="give finite pixels"):
+            model.initialise_from(bad)
+        assert torch.equal(white.kernel, kernel)
     with pytest.raises(regard.InputError, match="a batch of 1 in training; batch norm needs 2"):
         model.train()(images[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_stem_of_any_dtype_takes_images_of_any_other(dtype):
+    torch.manual_seed(0)
+    model = small(stem="conv", dtype=dtype)
+    kernel = model.embed.whitening.kernel.double().flatten(1)
+    half = kernel[: len(kernel) // 2]
+    torch.testing.assert_close(half @ half.T, torch.eye(len(half)).double(), atol=0.02, rtol=0)
+    images = torch.randn(4, 3, 8, 8)
+    for given in (images, images.to(dtype)):
+        assert model(given).dtype == given.dtype
+        assert model(given).isfinite().all()
+
+
+def test_a_stem_is_whitened_by_images_smaller_than_its_patches():
+    model = small(stem="conv", image_size=(1, 4), patch_size=(1, 2))
+    images = torch.randn(50, 3, 1, 4)
+    model.initialise_from(images)
+    kernel = model.embed.whitening.kernel.clone()
+    assert kernel.shape[-2:] == (2, 2)
+    model.initialise_from(images.repeat(1, 1, 2, 1))  # the row that forward repeats
+    assert torch.equal(kernel, model.embed.whitening.kernel)
+    assert model(images).isfinite().all()
 
 
 def test_a_stem_in_the_model_takes_any_size_and_trains():

@@ -31,7 +31,7 @@ def softmax_attention(q, k, v, scale):
 
 
 def pixel_attention(x, params, num_groups, num_heads, eps=1e-5):
-    """The mission's formula: x (b, c, h, w), params a dict of the ten arrays; all float64."""
+    """The formula: x (b, c, h, w), params a dict of the ten arrays; all float64."""
     b, c, h, w = x.shape
     d = c // num_heads
     normed = group_norm(x, num_groups, params["norm_weight"], params["norm_bias"], eps)

@@ -16,7 +16,7 @@ from regard.layers.attend_function import (
     native,
 )
 from regard.layers.attend_kernels import plain
-from regard.layers.attend_plan import check_scale, plan
+from regard.layers.attend_plan import checked_scale, plan
 from regard.layers.observe import observers
 
 # Told of every choice while `explain` listens.
@@ -68,7 +68,7 @@ def attend(
         # The file must not need us, and n must stay free: no rule on shapes.
         return scaled_dot_product_attention(*autocast(q, k, v), scale=scale)
     if scale is not None:
-        check_scale(scale)
+        scale = checked_scale(scale)
     if observers:
         options = {"scale": scale, "score_dtype": score_dtype, "kernel": kernel}
         return observers[-1](q, k, v, options)
@@ -83,7 +83,7 @@ def attend(
         return scaled_dot_product_attention(q, k, v, scale=scale)
     if leading is not None:
         q, k, v = (four_dimensions(x, leading) for x in (q, k, v))
-    scale = 1 / math.sqrt(problem.d) if scale is None else float(scale)
+    scale = 1 / math.sqrt(problem.d) if scale is None else scale
     out = run(choice.kernel, q, k, v, scale, problem)
     return out if leading is None else out.reshape(*leading, *out.shape[2:])
 
@@ -114,8 +114,13 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not hardware.autocasts(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
-    cast = [x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v)]
+    cast = [x.to(dtype) if castable(x) else x for x in (q, k, v)]
     return cast[0], cast[1], cast[2]
+
+
+def castable(x: Tensor) -> bool:
+    """Whether autocast casts this; what is no floating-point tensor is refused later."""
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
 
 
 def in_rows(q: Tensor, k: Tensor, v: Tensor) -> bool:

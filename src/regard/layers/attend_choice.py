@@ -13,8 +13,10 @@ from torch import Tensor
 
 from regard import hardware
 from regard.errors import InputError, nearest
+from regard.layers.checks import count
 
 KERNELS = ("plain", "sdpa", "blocked")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Widest head that the fused kernels of CUDA (flash, cuDNN) take.
 CUDA_FUSED_WIDTH = 256
@@ -65,8 +67,8 @@ def attention_kernel(
     What a forward pass chose, its backward pass uses.
     """
     check_kernel(kernel)
-    if cache_bytes is not None and (isinstance(cache_bytes, bool) or cache_bytes < 1):
-        raise InputError(f"cache_bytes={cache_bytes!r}: give a positive number of bytes")
+    if cache_bytes is not None:
+        count(cache_bytes, "cache_bytes")
     if score_dtype is not None:
         check_score_dtype(score_dtype)
     global _settings
@@ -84,7 +86,7 @@ def attention_kernel(
 
 def check_score_dtype(score_dtype: torch.dtype) -> None:
     """Refuse a dtype that holds no scores."""
-    if not isinstance(score_dtype, torch.dtype) or not score_dtype.is_floating_point:
+    if score_dtype not in FLOATS:
         raise InputError(f"score_dtype={score_dtype!r}: give torch.float32 or q's dtype")
 
 
@@ -100,7 +102,7 @@ def rounds_faster(q: Tensor) -> bool:
 
 def check_kernel(kernel: str) -> None:
     """Refuse a name that is no kernel."""
-    if kernel != "auto" and kernel not in KERNELS:
+    if not isinstance(kernel, str) or kernel not in ("auto", *KERNELS):
         raise InputError(
             f"kernel={kernel!r} is unknown; it is auto or one of {', '.join(KERNELS)} "
             f"({nearest(str(kernel), KERNELS)})"

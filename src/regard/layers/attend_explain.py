@@ -56,8 +56,14 @@ def explain(of: Any, *inputs: Any, **options: Any) -> Any:
     in the order of the calls; a compiled module cannot be listened to.
 
     Raises:
-        InputError: where the module makes no call of `attend`.
+        InputError: where the module makes no call of `attend`, or neither q, k and v nor a module
+            came.
     """
+    if not isinstance(of, nn.Module) and len(inputs) != 2:
+        raise InputError(
+            f"a {type(of).__name__} came, and {len(inputs)} after it; give q, k and v, or a module "
+            "and its inputs"
+        )
     heard: list[Explanation] = []
     call = of if isinstance(of, nn.Module) else None
 

@@ -6,6 +6,7 @@ kept, and a later call with the same shapes, dtypes and devices looks it up.
 
 import functools
 import numbers
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from regard import hardware
 from regard.errors import InputError
 from regard.layers.attend_choice import (
+    FLOATS,
     Choice,
     Problem,
     check_kernel,
@@ -21,6 +23,8 @@ from regard.layers.attend_choice import (
     choose,
     settings,
 )
+
+LARGEST = sys.float_info.max
 
 
 class Kind(NamedTuple):
@@ -49,6 +53,11 @@ def plan(q: Tensor, k: Tensor, v: Tensor, score_dtype: torch.dtype, kernel: str)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise InputError(f"{name} is a {type(x).__name__}; give a tensor (…, tokens, width)")
+        if x.layout != torch.strided:
+            raise InputError(f"{name} has layout {x.layout}; give a dense tensor")
+    if not (isinstance(kernel, str) and isinstance(score_dtype, torch.dtype)):
+        check_kernel(kernel)
+        check_score_dtype(score_dtype)
     # A compiler traces through the making, where shapes may be symbols.
     make = _make if torch.compiler.is_compiling() else _kept
     return make(
@@ -93,10 +102,14 @@ def _make(*key: Any) -> Plan:
 _kept = functools.lru_cache(maxsize=4096)(_make)
 
 
-def check_scale(scale: Any) -> None:
-    """Refuse what is no number."""
-    if not isinstance(scale, (int, float, numbers.Real, torch.SymFloat)):
-        raise InputError(f"scale={scale!r}: give a number, or None for 1/√d")
+def checked_scale(scale: Any) -> float:
+    """`scale` as a finite number; a tensor, which would lose its gradient, is none."""
+    if isinstance(scale, torch.SymFloat):
+        return scale
+    real = isinstance(scale, (int, float, numbers.Real)) and not isinstance(scale, bool)
+    if not (real and -LARGEST <= scale <= LARGEST):
+        raise InputError(f"scale={scale!r}: give a finite number, or None for 1/√d")
+    return float(scale)
 
 
 def check_kinds(q: Kind, k: Kind, v: Kind) -> None:
@@ -114,10 +127,10 @@ def check_kinds(q: Kind, k: Kind, v: Kind) -> None:
         raise InputError(
             f"k has {k.shape[-2]} tokens and v {v.shape[-2]}; give the same number, at least 1"
         )
-    if not q.dtype.is_floating_point or not q.dtype == k.dtype == v.dtype:
+    if q.dtype not in FLOATS or not q.dtype == k.dtype == v.dtype:
         raise InputError(
-            f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; give one floating-point "
-            "dtype, or run under autocast"
+            f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; give one of float16, "
+            "bfloat16, float32 and float64, or run floating-point tensors under autocast"
         )
 
 

@@ -54,6 +54,10 @@ def pair(value: Any, name: str) -> tuple[int, int]:
 
 def check_images(images: Tensor, channels: int) -> None:
     """Refuse what is no batch of images with this many channels."""
+    if not isinstance(images, Tensor):
+        raise InputError(
+            f"images are a {type(images).__name__}; give a tensor (batch, channels, height, width)"
+        )
     if images.ndim != 4:
         raise InputError(
             f"images have shape {tuple(images.shape)}; give (batch, channels, height, width)"
@@ -65,3 +69,12 @@ def check_images(images: Tensor, channels: int) -> None:
         )
     if images.shape[1] != channels:
         raise InputError(f"images have {images.shape[1]} channels; this model takes {channels}")
+
+
+def check_finite(images: Tensor) -> None:
+    """Refuse images to take statistics from that hold no, or not only, finite numbers."""
+    if images.numel() == 0 or not images.isfinite().all():
+        raise InputError(
+            f"images of shape {tuple(images.shape)} to take statistics from are empty or hold NaN "
+            "or infinity; give finite pixels"
+        )

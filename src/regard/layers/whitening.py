@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from regard.layers.checks import check_finite
+
 WHITENING_EPS = 5e-4
 MOST_COMPONENTS = 24
 CHUNK = 256  # images at a time
@@ -42,7 +44,9 @@ class WhiteningStem(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the basis anew; the bias becomes zero."""
         half = self.kernel[: self.components]
-        nn.init.orthogonal_(half)
+        # Half precision has no QR decomposition.
+        wide = torch.promote_types(half.dtype, torch.float32)
+        half.copy_(nn.init.orthogonal_(torch.empty_like(half, dtype=wide)))
         self.kernel[self.components :] = -half
         nn.init.zeros_(self.bias)
 
@@ -50,10 +54,13 @@ class WhiteningStem(nn.Module):
     def fit(self, images: Tensor) -> None:
         """Whiten the patches of these images (b, c, h, w). In float64 on the CPU: the same bits
         for every process that gives the same images."""
-        sides = self.kernel.shape[-2:]
+        check_finite(images)
+        h, w = self.kernel.shape[-2:]
+        missing = (0, max(0, w - images.shape[3]), 0, max(0, h - images.shape[2]))
+        images = F.pad(images, missing, mode="replicate")
         moment = torch.zeros(self.kernel[0].numel(), self.kernel[0].numel(), dtype=torch.float64)
         for chunk in images.cpu().double().split(CHUNK):
-            patches = F.unfold(chunk, sides, stride=self.stride).transpose(1, 2).flatten(0, 1)
+            patches = F.unfold(chunk, (h, w), stride=self.stride).transpose(1, 2).flatten(0, 1)
             moment += patches.T @ patches / len(patches) * len(chunk) / len(images)
         values, vectors = torch.linalg.eigh(moment)
         largest = vectors.T.flip(0)[: self.components]
@@ -63,4 +70,5 @@ class WhiteningStem(nn.Module):
         self.kernel.copy_(torch.cat([half, -half]))
 
     def forward(self, images: Tensor) -> Tensor:
+        images = images.to(self.kernel.dtype)
         return F.gelu(F.conv2d(images, self.kernel, self.bias, stride=self.stride))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import InputError
+from regard.layers.checks import check_finite
 
 CALIBRATION_BATCH = 256
 
@@ -18,6 +19,10 @@ def take_statistics(model: nn.Module, images: Tensor, answer: Callable[[Tensor],
     Batches of about 256 are normed by themselves, as in training, and their means and variances
     averaged (Wu & Johnson 2021, arXiv 2105.07576). The result depends on weights and images only.
     """
+    chunks = images.tensor_split(max(1, math.ceil(len(images) / CALIBRATION_BATCH)))
+    check_finite(images)
+    if any(len(chunk) < 2 for chunk in chunks):
+        raise InputError(f"{len(images)} images to take statistics from; give 2 or more")
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     momenta, training = [norm.momentum for norm in norms], model.training
     for norm in norms:
@@ -25,8 +30,7 @@ def take_statistics(model: nn.Module, images: Tensor, answer: Callable[[Tensor],
         norm.momentum = None  # the plain average over calls
     model.train()
     try:
-        for chunk in images.tensor_split(max(1, math.ceil(len(images) / CALIBRATION_BATCH))):
-            check_batch(model, chunk)
+        for chunk in chunks:
             answer(chunk)
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
