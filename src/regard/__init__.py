@@ -17,6 +17,7 @@ from regard.layers.attend_choice import attention_kernel
 from regard.layers.attend_explain import explain
 from regard.layers.pixel_attention import PixelAttention, pixel_attention
 from regard.models.create import create
+from regard.models.pixel_resnet import PixelResNet
 from regard.models.simple_vit import SimpleViT
 from regard.record import attention_health, class_relevance, record
 from regard.weights import accelerate, restore
@@ -30,6 +31,7 @@ __all__ = [
     "InputError",
     "MissingExtraError",
     "PixelAttention",
+    "PixelResNet",
     "RegardError",
     "SimpleViT",
     "accelerate",

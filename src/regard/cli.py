@@ -61,7 +61,8 @@ def eval_command(arguments: list[str]) -> int:
     print(f"{found.data}, {found.split} split, {len(found.labels)} images")
     for name, value in numbers.items():
         if isinstance(value, float):
-            print(f"{name.replace('_', ' '):<20}{value:.4f}")
+            shown = f"{value:.2%}" if "accuracy" in name else f"{value:.4f}"
+            print(f"{name.replace('_', ' '):<20}{shown}")
     for name, reason in found.unreadable:
         print(f"not counted, unreadable: {name} ({reason})")
     if options.out is not None:

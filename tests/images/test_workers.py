@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from regard.errors import InputError
 from regard.images.workers import deliver
 
 SCRIPT = """
@@ -33,6 +34,8 @@ def square(x):
 
 
 def test_things_come_in_the_order_of_the_tasks():
+    with pytest.raises(InputError, match="workers is -1; give 0 or more"):
+        deliver(square, iter([]), -1)
     for workers in (0, 2):
         got = deliver(square, ((x,) for x in range(9)), workers)
         assert list(got) == [0, 1, 4, 9, 16, 25, 36, 49, 64]

@@ -136,6 +136,7 @@ def test_layer_head_and_views_can_be_chosen(opened):
     page.select_option("#view", label="rollout from a place")
     page.wait_for_function("document.getElementById('said').textContent.includes('rollout')")
     assert page.locator("#head-choice").is_hidden()
+    assert page.locator("#title").inner_text() == "rollout from a place"
     page.select_option("#view", label="attention received")
     page.wait_for_function("document.getElementById('said').textContent.includes('receives most')")
     assert overlay.get_attribute("data-peak") == "0,4"

@@ -172,7 +172,7 @@ def test_class_relevance_is_the_row_of_the_full_product():
         expected = (whole - np.eye(6)).mean(0).reshape(2, 3)
         np.testing.assert_allclose(found.maps[b], expected, rtol=1e-5, atol=1e-9)
     assert class_relevance(vit, images).classes.tolist() == logits.argmax(1).tolist()
-    with pytest.raises(InputError, match="classes=3: give integers from 0 to 2"):
+    with pytest.raises(InputError, match="classes=3: give an integer from 0 to 2"):
         class_relevance(vit, images, 3)
     with pytest.raises(InputError, match="the model has no class token"):
         class_relevance(vit, images, readout="class")
@@ -257,7 +257,7 @@ def test_a_marked_square_is_found_where_the_model_sees_it():
 
 def test_a_place_that_was_cropped_away_is_refused():
     geometry = Preprocess((12, 20), "crop").geometry(24, 80)
-    with pytest.raises(InputError, match=r"x=10, y=5 is outside what .* x from 20 to 60"):
+    with pytest.raises(InputError, match=r"x=10, y=5 is outside what .* x from 20 to below 60"):
         cell_at((5.0, 10.0), geometry, (12, 20), (H, W))
 
 

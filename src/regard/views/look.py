@@ -36,7 +36,7 @@ class LookOptions:
     out: Path | None = None
     """The folder for what is written; look/ in the run folder if not given."""
     class_: str | None = None
-    """Show the relevance for this class."""
+    """Open on the relevance for this class; what follows is then where other views begin."""
     at: str | None = None
     """Look from this place: X,Y in pixels of the original picture."""
     layer: str | None = None

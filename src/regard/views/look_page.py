@@ -100,7 +100,7 @@ def stages(look: Look) -> Html:
         tag("figure", tag("figcaption", "original"), tag("div", image, **stage)),
         tag(
             "figure",
-            tag("figcaption", "where it looks"),
+            tag("figcaption", "where it looks", id="title"),
             tag("div", overlay, id="overlay", **stage),
         ),
         class_="look",

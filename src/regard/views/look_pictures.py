@@ -44,14 +44,15 @@ def one_map(found: Look, start: dict[str, Any]) -> NDArray[np.uint8]:
     layer = found.layers[start["layer"]]
     mark_place(pixels, found.picture, cell_of(layer, start["at"]), layer.grid)
     heads = "mean over heads" if start["head"] is None else f"head {start['head'] + 1}"
-    words = f"{layer.name}, {heads}, from {place_words(layer, start['at'])}"
-    return with_scale(pixels, words, f"{100 * values.max():.3g}%")
+    words = f"{start['layer'] + 1}: {layer.name}, {heads}, from {place_words(layer, start['at'])}"
+    even = 100 * values.sum() / values.size
+    return with_scale(pixels, words, f"{100 * values.max():.3g}% (evenly spread {even:.3g}%)")
 
 
 def all_heads(found: Look, at: tuple[float, float]) -> NDArray[np.uint8]:
     """A row for each layer and a column for each head, named."""
     rows = [cell_map(maps, at) for maps in found.layers]
-    names = [shortened(maps.name) for maps in found.layers]
+    names = [f"{i + 1}: {shortened(maps.name)}" for i, maps in enumerate(found.layers)]
     place = f"Where {place_words(found.layers[0], at)} looks; each map on a scale of its own"
     tall, wide = tile_size(rows)
     pixels = sheet(rows)
@@ -100,11 +101,12 @@ def mark_place(
 
 def with_scale(pixels: NDArray[np.uint8], words: str, most: str) -> NDArray[np.uint8]:
     """The picture over a line of words and a line with the colour scale, from 0 to `most`."""
-    width = max(pixels.shape[1], text_width(words) + 2 * EDGE)
+    start = 2 * EDGE + text_width("0")
+    ends = text_width(words) + 2 * EDGE, start + SCALE + 2 * EDGE + text_width(most)
+    width = max(pixels.shape[1], *ends)
     canvas = np.full((len(pixels) + 2 * LINE + EDGE, width, 3), 255, np.uint8)
     canvas[: len(pixels), : pixels.shape[1]] = pixels
     low = len(pixels) + LINE
-    start = 2 * EDGE + text_width("0")
     ramp = paint(np.linspace(0, 1, SCALE)[None])
     canvas[low + EDGE : low + LINE - 2, start : start + SCALE] = ramp
     return write_words(canvas, [

@@ -224,6 +224,7 @@
       const [row, column] = cellOf(grid);
       onPicture(place, row / grid[0], column / grid[1], (row + 1) / grid[0], (column + 1) / grid[1]);
     }
+    $("title").textContent = $("view").selectedOptions[0].text;
     $("layer-choice").hidden = state.view === "relevance";
     $("head-choice").hidden = state.view === "relevance" || state.view === "rollout";
     $("class-choice").hidden = state.view !== "relevance";
