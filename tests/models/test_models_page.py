@@ -27,21 +27,19 @@ def parameters(name: str, classes: int) -> str:
 
 
 def test_sizes():
-    assert rows("| SimpleViT |") == [
-        [f"`{size}`", str(s.dim), str(s.heads), str(s.depth), parameters(f"simple-vit-{size}/16", 1000)]
-        for size, s in VIT_SIZES.items()
-    ]  # fmt: skip
-    assert rows("| PixelResNet |") == [
-        [f"`{size}`", ", ".join(map(str, s.widths)), str(s.depth), parameters(f"pixel-resnet-{size}", 10)]
-        for size, s in RESNET_SIZES.items()
-    ]  # fmt: skip
+    vits, nets = rows("| SimpleViT |"), rows("| PixelResNet |")
+    for row, (size, s) in zip(vits, VIT_SIZES.items(), strict=True):
+        numbers = [str(s.dim), str(s.heads), str(s.depth)]
+        assert row == [f"`{size}`", *numbers, parameters(f"simple-vit-{size}/16", 1000)]
+    for row, (size, s) in zip(nets, RESNET_SIZES.items(), strict=True):
+        numbers = [", ".join(map(str, s.widths)), str(s.depth)]
+        assert row == [f"`{size}`", *numbers, parameters(f"pixel-resnet-{size}", 10)]
 
 
 @pytest.mark.parametrize("model", [regard.SimpleViT, regard.PixelResNet])
 def test_options(model):
     section = PAGE[PAGE.index(f"## Options of {model.__name__}") :]
     table = section[section.index("| option") :].split("\n\n")[0]
-    named = {
-        name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])
-    }
+    cells = [row.split("|")[1] for row in table.splitlines()]
+    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     assert named == set(inspect.signature(model).parameters) - OF_BOTH
