@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from regard.errors import InputError
 from regard.layers.qk_norm import QKNorm
 
 
@@ -103,3 +104,24 @@ def test_the_gradient_is_that_of_the_operations_autograd_follows(form):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     narrow = norm.to(torch.bfloat16)(x.bfloat16())
     assert narrow.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.zeros(1, 2, 3, 4, dtype=torch.int64), "x is torch.int64"),
+        (torch.zeros(1, 2, 3, 1), r"give floating-point \(…, 2, n, 4\)"),
+        (torch.zeros(1, 1, 3, 4), r"shape \(1, 1, 3, 4\)"),
+        (torch.zeros(3, 4), r"shape \(3, 4\)"),
+    ],
+)
+@pytest.mark.parametrize("form", ["unit", "rms", "layer"])
+def test_queries_of_another_kind_are_refused(form, x, words):
+    with pytest.raises(InputError, match=words):
+        QKNorm(form, 2, 4)(x)
+
+
+@pytest.mark.parametrize("arguments", [("unit", 2, 0), ("rms", 0, 4), (None, 2, 4)])
+def test_a_norm_of_nothing_is_refused(arguments):
+    with pytest.raises(InputError, match="give"):
+        QKNorm(*arguments)

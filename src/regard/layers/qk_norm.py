@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from regard.errors import InputError, nearest
 from regard.hardware import is_traced, may_overwrite
+from regard.layers.checks import count
 
 Form = Literal["unit", "rms", "layer"]
 FORMS: tuple[str, ...] = get_args(Form)
@@ -45,7 +46,11 @@ class QKNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if form is None:
+            raise InputError(f"form=None is no norm; give one of {', '.join(FORMS)}")
         check_form(form)
+        count(num_heads, "num_heads")
+        count(dim_head, "dim_head")
         self.form = form
         start = 1 / math.sqrt(dim_head) if form == "unit" else 1.0
         shape = (num_heads, 1, dim_head)
@@ -60,15 +65,21 @@ class QKNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x (…, g, n, d); same shape and dtype."""
+        heads, _, width = self.gamma.shape
+        shape = x.shape
+        if len(shape) < 3 or shape[-3] != heads or shape[-1] != width or not x.is_floating_point():
+            raise InputError(
+                f"x is {x.dtype} of shape {tuple(shape)}; give floating-point (…, {heads}, n, "
+                f"{width}): heads, tokens, width"
+            )
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        d = x.shape[-1]
         gain = self.gamma.to(wide.dtype)
         if self.beta is not None:
-            normed = _times(nn.functional.layer_norm(wide, (d,), eps=RMS_EPS), gain)
+            normed = _times(nn.functional.layer_norm(wide, (width,), eps=RMS_EPS), gain)
             return (normed + self.beta.to(wide.dtype)).to(x.dtype)
         rms = self.form == "rms"
         if not rms:
-            gain = gain * math.sqrt(d)
+            gain = gain * math.sqrt(width)
         run = _Divided.apply if torch.is_grad_enabled() and not is_traced() else _divided
         return run(wide, gain, rms).to(x.dtype)
 
