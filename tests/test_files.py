@@ -10,6 +10,7 @@ from regard.errors import InputError
 from regard.files import (
     atomic_folder,
     atomic_write,
+    read_json,
     read_weights,
     write_weights,
 )
@@ -78,3 +79,48 @@ def test_files_are_written_where_a_folder_cannot_be_opened(tmp_path, monkeypatch
     with atomic_write(tmp_path / "a") as part:
         part.write_text("whole")
     assert (tmp_path / "a").read_bytes() == b"whole"
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, "1" * 5_000, '{"a": ', "\xff", ""]
+)
+def test_json_that_cannot_be_read_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(InputError, match=r"config\.json is not valid JSON .*restore or remove it"):
+        read_json(path)
+
+
+def test_tensors_that_share_memory_are_each_written_in_full(tmp_path):
+    rows = torch.arange(12.0).reshape(3, 4)
+    tensors = {"tied": rows, "again": rows, "upper": rows[:2], "lower": rows[1:], "turned": rows.T}
+    write_weights(tmp_path / "a", tensors)
+    assert same(read_weights(tmp_path / "a"), tensors)
+    write_weights(tmp_path / "b", {key: tensor.clone() for key, tensor in tensors.items()})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_a_conjugate_view_is_written_as_its_values(tmp_path):
+    number = torch.tensor([1 + 2j])
+    write_weights(tmp_path / "a", {"z": number.conj(), "im": number.conj().imag})
+    held = read_weights(tmp_path / "a")
+    assert held["z"].tolist() == [1 - 2j]
+    assert held["im"].tolist() == [-2.0]
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({"a": torch.eye(2).to_sparse()}, r"'a' \(a tensor of layout torch\.sparse_coo\)"),
+        ({"a": torch.empty(2, device="meta")}, r"'a' \(a meta tensor, without values\)"),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, r"'a' \(numbers of type torch\.complex128"),
+        ({"a": [1.0]}, r"'a' \(a list, no tensor\)"),
+        ({"\ud800": torch.ones(2)}, r"'\\ud800' \(no name of a tensor\)"),
+        ({"__metadata__": torch.ones(2)}, r"'__metadata__' \(no name of a tensor\)"),
+        ({1: torch.ones(2)}, r"1 \(no name of a tensor\)"),
+    ],
+)
+def test_what_safetensors_cannot_hold_is_refused_by_name(tmp_path, entry, reason):
+    with pytest.raises(InputError, match=rf"w\.safetensors cannot hold {reason}"):
+        write_weights(tmp_path / "w.safetensors", {**STATE, **entry})
+    assert list(tmp_path.iterdir()) == []

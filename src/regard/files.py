@@ -1,8 +1,10 @@
 """Our own files: safe reading, and writing that is whole or not at all."""
 
 import contextlib
+import functools
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -98,7 +100,7 @@ def read_json(path: str | Path) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path} does not exist") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not valid JSON ({error}); restore or remove it") from None
 
 
@@ -119,11 +121,62 @@ def meaning(path: str | Path) -> Iterator[None]:
 def write_weights(
     path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write tensors as one safetensors file, atomically. Equal input gives equal bytes."""
-    owned = {key: tensors[key].detach().contiguous() for key in sorted(tensors)}
-    data = save(owned, dict(metadata) if metadata else None)
+    """Write tensors as one safetensors file, atomically. Equal input gives equal bytes.
+
+    Tensors may share memory; each is written in full. Raises InputError for those that the
+    format cannot hold (`unwritable`).
+    """
+    bad = unwritable(tensors)
+    if bad:
+        raise InputError(
+            f"{path} cannot hold {', '.join(bad[:5])}; give dense tensors, named by plain text"
+        )
+    data = save(separate(tensors), dict(metadata) if metadata else None)
     with atomic_write(path) as part:
         part.write_bytes(in_order(data))
+
+
+def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, contiguous, sorted by name; those in memory of an earlier one are copied."""
+    owned: dict[str, Tensor] = {}
+    memory: set[int] = set()
+    for key in sorted(tensors):
+        # conjugation and negation may be marks on a tensor, which its bytes do not show
+        tensor = tensors[key].detach().resolve_conj().resolve_neg().contiguous()
+        if tensor.untyped_storage().data_ptr() in memory:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        memory.add(tensor.untyped_storage().data_ptr())
+        owned[key] = tensor
+    return owned
+
+
+def unwritable(tensors: Mapping[Any, Any]) -> list[str]:
+    """Name and reason of each entry that a safetensors file cannot hold."""
+    reasons = {key: obstacle(key, tensor) for key, tensor in tensors.items()}
+    return [f"{key!a} ({reason})" for key, reason in reasons.items() if reason]
+
+
+def obstacle(key: Any, tensor: Any) -> str | None:
+    """Why a safetensors file cannot hold the tensor under that name."""
+    if not isinstance(key, str) or key == "__metadata__" or re.search("[\ud800-\udfff]", key):
+        return "no name of a tensor"
+    if not isinstance(tensor, Tensor):
+        return f"a {type(tensor).__name__}, no tensor"
+    if tensor.is_meta:
+        return "a meta tensor, without values"
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+    return None if is_writable(tensor.dtype) else f"numbers of type {tensor.dtype}"
+
+
+@functools.cache
+def is_writable(dtype: torch.dtype) -> bool:
+    """Whether safetensors, as installed, writes numbers of that type."""
+    try:
+        save({"": torch.empty(1, dtype=dtype)})
+    except (LookupError, RuntimeError, SafetensorError):
+        return False
+    return True
 
 
 def in_order(data: bytes) -> bytes:
@@ -146,7 +199,7 @@ def read_weights(path: str | Path, device: str | torch.device = "cpu") -> dict[s
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise InputError(f"{path} does not exist; give a .safetensors file") from None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, TypeError, ValueError) as error:
         raise InputError(f"{path} is not a whole safetensors file ({error})") from None
 
 
@@ -157,5 +210,5 @@ def read_metadata(path: str | Path) -> dict[str, str]:
             return dict(file.metadata() or {})
     except FileNotFoundError:
         raise InputError(f"{path} does not exist; give a .safetensors file") from None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, TypeError, ValueError) as error:
         raise InputError(f"{path} is not a whole safetensors file ({error})") from None

@@ -39,7 +39,7 @@ def timm_vit():
     return timm.models.VisionTransformer(16, 4, embed_dim=C, depth=2, num_heads=HEADS, **options)
 
 
-def mission_vit():
+def source_vit():
     module = pytest.importorskip("vit_pytorch.simple_vit_with_qk_norm")
     return module.SimpleViT(
         image_size=16, patch_size=4, num_classes=3, dim=C, depth=2, heads=HEADS, mlp_dim=C
@@ -63,7 +63,7 @@ MODELS = {
     "UNet2DModel": (unet, (IMAGE, STEP), 4),
     "AutoencoderKL": (autoencoder, (IMAGE,), 2),
     "timm": (timm_vit, (IMAGE,), 2),
-    "vit-pytorch": (mission_vit, (IMAGE,), 2),
+    "vit-pytorch": (source_vit, (IMAGE,), 2),
     "monai": (lambda: blocks(monai_block()), (FEATURES,), 1),
     "ldm": (lambda: blocks(peers.AttnBlock(C), peers.AttnBlock(C)), (FEATURES,), 2),
     "guided": (lambda: blocks(peers.AttentionBlock(C, HEADS, True)), (FEATURES,), 1),

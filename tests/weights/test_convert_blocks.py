@@ -90,7 +90,7 @@ def params():
 TOLD = {"num_heads": HEADS, "num_groups": 32, "eps": 1e-5}
 
 
-OTHERS = [name for name in LAYOUTS if name != "mission"]
+OTHERS = [name for name in LAYOUTS if name != "regard"]
 
 
 @pytest.mark.parametrize(("via", "packed"), [*((n, False) for n in OTHERS), ("monai", True)])
@@ -106,8 +106,8 @@ def test_there_and_back_is_the_same(via, packed):
 @pytest.mark.parametrize("name", [n for n in LAYOUTS if n not in ("guided", "guided-legacy")])
 def test_the_layout_is_found_where_one_fits(name):
     start = params()
-    state = convert(start, "regard", name, **TOLD) if name != "mission" else start
-    target = "regard" if name != "mission" else "ldm"
+    state = convert(start, "regard", name, **TOLD) if name != "regard" else start
+    target = "regard" if name != "regard" else "ldm"
     assert (
         convert(state, "auto", target, **TOLD).keys() == convert(state, name, target, **TOLD).keys()
     )
@@ -135,22 +135,22 @@ def test_two_layouts_in_one_state_dict_are_not_chosen_between():
         convert(state, "auto", **TOLD)
 
 
-@pytest.mark.parametrize("source", ["mission", "diffusers", "guided", "monai", "edm"])
+@pytest.mark.parametrize("source", ["regard", "diffusers", "guided", "monai", "edm"])
 def test_facts_that_the_file_does_not_say_are_asked_for(source):
-    state = params() if source == "mission" else convert(params(), "mission", source, **TOLD)
-    target = "ldm" if source == "mission" else "regard"
+    state = params() if source == "regard" else convert(params(), "regard", source, **TOLD)
+    target = "ldm" if source == "regard" else "regard"
     with pytest.raises(InputError, match=f"layout {source} do not say their num_heads"):
         convert(state, source, target)
 
 
 def test_eps_is_asked_for_where_it_differs_between_models():
-    state = convert(params(), "mission", "diffusers", **TOLD)
+    state = convert(params(), "regard", "diffusers", **TOLD)
     with pytest.raises(InputError, match="do not say their eps: give eps"):
         convert(state, "diffusers", num_heads=1)
 
 
 def test_a_head_count_must_divide():
-    state = convert(params(), "mission", "diffusers", **TOLD)
+    state = convert(params(), "regard", "diffusers", **TOLD)
     with pytest.raises(InputError, match="num_heads=5 does not divide the 64 channels"):
         convert(state, "diffusers", num_heads=5, eps=1e-5)
     with pytest.raises(InputError, match="num_heads=4 and dim_head=16: give one of the two"):
@@ -158,7 +158,7 @@ def test_a_head_count_must_divide():
 
 
 def test_an_absent_key_bias_is_zero():
-    state = convert(params(), "mission", "ldm", **TOLD)
+    state = convert(params(), "regard", "ldm", **TOLD)
     del state[PREFIX + "k.bias"]
     assert torch.equal(convert(state, "ldm")[PREFIX + "k_bias"], torch.zeros(C).double())
     del state[PREFIX + "v.bias"]
@@ -167,7 +167,7 @@ def test_an_absent_key_bias_is_zero():
 
 
 def broken(change):
-    state = convert(params(), "mission", "diffusers", **TOLD)
+    state = convert(params(), "regard", "diffusers", **TOLD)
     change(state)
     return state
 
@@ -279,16 +279,16 @@ def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(InputError, match="no layout 'difusers'; nearest: diffusers"):
         convert(params(), "difusers")
     with pytest.raises(InputError, match="convert takes no 'heads'; nearest: num_heads"):
-        convert(params(), "mission", "ldm", heads=2)
-    with pytest.raises(InputError, match="source and target are both mission"):
+        convert(params(), "regard", "ldm", heads=2)
+    with pytest.raises(InputError, match="source and target are both regard"):
         convert(params(), "regard", "regard")
-    with pytest.raises(InputError, match="fit no layout of mission, diffusers"):
+    with pytest.raises(InputError, match="fit no layout of regard, diffusers"):
         convert({"weight": torch.ones(1)}, "auto")
 
 
 def test_every_pair_of_layouts_converts():
     start = params()
-    through = {n: convert(start, "mission", n, **TOLD) for n in OTHERS}
+    through = {n: convert(start, "regard", n, **TOLD) for n in OTHERS}
     for old, new in itertools.permutations(through, 2):
         converted = convert(through[old], old, new, **TOLD)
         assert converted.keys() == through[new].keys()

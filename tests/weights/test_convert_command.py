@@ -50,7 +50,7 @@ def test_a_checkpoint_becomes_a_folder_of_blocks(tmp_path, ldm_state):
     said = []
     options = ConvertOptions(tmp_path / "vae.ckpt", tmp_path / "out", facts=Facts(rest="drop"))
     convert_file(options, said.append)
-    assert said[0] == "ldm to mission: 2 found in 21 tensors"
+    assert said[0] == "ldm to regard: 2 found in 21 tensors"
     assert "mid.a: reference of ldm and regard differ by" in said[2]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json",

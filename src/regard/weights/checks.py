@@ -3,11 +3,13 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.errors import InputError
+from regard.files import unwritable
 from regard.weights.facts import Facts
 
 # Vision transformers of other architectures, by a key that each has.
@@ -37,12 +39,36 @@ def add_rest(
     if clashing:
         raise InputError(f"unused keys have names of the target: {listing(clashing)}")
     if facts.rest == "keep":
-        converted.update({key: tensors[key] for key in rest})
+        kept = {key: tensors[key] for key in rest}
+        check_writable(kept)
+        converted.update(kept)
     return rest
 
 
+def check_names(tensors: Mapping[Any, Any]) -> None:
+    """Refuse what is no dictionary of tensors by name."""
+    odd = [repr(key) for key, value in tensors.items() if not is_named_tensor(key, value)]
+    if odd:
+        raise InputError(f"the state dict holds no tensor by name under {listing(odd)}; leave out")
+
+
+def is_named_tensor(key: Any, value: Any) -> bool:
+    return isinstance(key, str) and isinstance(value, Tensor)
+
+
+def check_writable(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that cannot be written: sparse, quantised, without values, ill named."""
+    bad = unwritable(tensors)
+    if bad:
+        raise InputError(
+            f"weights that safetensors cannot hold: {listing(bad)}; make them dense "
+            "(tensor.to_dense(), tensor.dequantize()), or leave them out"
+        )
+
+
 def check_values(tensors: Mapping[str, Tensor], facts: Facts) -> None:
-    """Refuse weights that are no real numbers, or not finite unless allowed."""
+    """Refuse weights that are no dense real numbers, or not finite unless allowed."""
+    check_writable(tensors)
     odd = [f"{key} {tensor.dtype}" for key, tensor in tensors.items() if not is_real(tensor)]
     if odd:
         raise InputError(f"weights are not real floating-point numbers: {listing(odd)}")
@@ -78,7 +104,18 @@ def refuse_other_vits(tensors: Iterable[str]) -> None:
 
 
 def listing(keys: Iterable[str], most: int = 12) -> str:
-    """Names in words, the first `most` of them."""
-    keys = sorted(keys)
-    more = f" and {len(keys) - most} more" if len(keys) > most else ""
-    return (", ".join(keys[:most]) or "nothing") + more
+    """Names in words, sorted, the first `most` of them."""
+    return first(sorted(keys), most)
+
+
+def first(names: Iterable[str], most: int = 12) -> str:
+    """Names in words, in their order, the first `most` of them."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(brief(name, 120) for name in names[:most]) or "nothing") + more
+
+
+def brief(text: object, most: int = 200) -> str:
+    """Text on one line that can be printed, without its middle where it is long."""
+    line = " ".join(str(text).split()).encode("utf-8", "backslashreplace").decode()
+    return line if len(line) <= most else f"{line[: most // 2]}…{line[-most // 2 :]}"

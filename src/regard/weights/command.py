@@ -19,7 +19,7 @@ from regard.weights.verify import verify
 class ConvertOptions:
     """Convert weights between the layouts of different libraries.
 
-    Layouts of pixel attention: mission (ours), diffusers, diffusers-old, ldm, guided,
+    Layouts of pixel attention: regard (ours), diffusers, diffusers-old, ldm, guided,
     guided-legacy, monai, edm. Of SimpleViT: regard (ours), vit-pytorch-qk. Both sides are run on
     one input; a difference above 1e-5 is refused.
     """

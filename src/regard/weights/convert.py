@@ -8,7 +8,13 @@ from torch import Tensor
 from regard.errors import InputError
 from regard.weights import blocks
 from regard.weights.beside import Beside
-from regard.weights.checks import add_rest, check_values, listing, refuse_other_vits
+from regard.weights.checks import (
+    add_rest,
+    check_names,
+    check_values,
+    listing,
+    refuse_other_vits,
+)
 from regard.weights.facts import Conversion, Facts, make_facts
 from regard.weights.layouts import LAYOUTS, BlockFacts, facts_of, forms, layout_named
 from regard.weights.vit_layout import ANCHORS, convert_vits, find_vits
@@ -19,9 +25,9 @@ def convert(
 ) -> dict[str, Tensor]:
     """The weights of `state_dict`, whose layout is `source`, under the keys of layout `target`.
 
-    Layouts of pixel attention are those of `regard.weights.LAYOUTS`: mission, diffusers,
-    diffusers-old, ldm, guided, guided-legacy, monai and edm; of SimpleViT: vit-pytorch-qk.
-    "regard" is `PixelAttention` (the same as mission) or `SimpleViT`, whichever the weights are.
+    Layouts of pixel attention are those of `regard.weights.LAYOUTS`: regard, diffusers,
+    diffusers-old, ldm, guided, guided-legacy, monai and edm; of SimpleViT: regard and
+    vit-pytorch-qk. "regard" is `PixelAttention` or `SimpleViT`, whichever the weights are.
     Blocks are found at any depth and keep their prefix. Facts are those of `Facts`; a fact that
     the layout leaves open and that is needed is asked for, never guessed. `source="auto"` takes
     the one layout that fits. Tensors may share memory with `state_dict`, which is not modified.
@@ -40,16 +46,12 @@ def convert_weights(
     beside: Beside | None = None,
 ) -> Conversion:
     """`convert`, with what travels beside the tensors before and after."""
+    check_names(state_dict)
     if source == "auto":
         source = detect(state_dict, facts)
-    if source == "regard":
-        source = "regard" if find_vits(state_dict, "regard") else "mission"
-    is_vit = source in ANCHORS
-    if target == "regard" and not is_vit:
-        target = "mission"
     if source == target:
         raise InputError(f"source and target are both {source}: there is nothing to convert")
-    if is_vit:
+    if source in ANCHORS and (source not in LAYOUTS or find_vits(state_dict, source)):
         return convert_vits(state_dict, source, target, facts)
     return convert_blocks(state_dict, source, target, facts, beside or Beside())
 
@@ -62,7 +64,7 @@ def detect(tensors: Mapping[str, Tensor], facts: Facts) -> str:
         found = blocks.find_blocks(tensors, layout)
         lacking = {prefix: blocks.missing_keys(layout, held) for prefix, held in found.items()}
         if any(not missing for missing in lacking.values()):
-            fitting.append(name)
+            fitting += [name] if name not in fitting else []
         else:
             partial |= {name: [p + k for p, keys in lacking.items() for k in keys]} if found else {}
     if {"guided", "guided-legacy"} <= set(fitting) and facts.num_heads == 1:
@@ -95,20 +97,19 @@ def convert_blocks(
             f"no block of the layout {source} is in the weights: it has {example}, at any depth; "
             f"the weights hold {listing(tensors)}"
         )
+    used = {prefix + key for prefix, held in found.items() for key in held}
+    check_values({key: tensors[key] for key in used}, facts)
     check_blocks(tensors, source, found)
     converted: dict[str, Tensor] = {}
     known: dict[str, BlockFacts] = {}
-    used: set[str] = set()
     for prefix, held in found.items():
         block = {key: tensors[prefix + key] for key in held}
-        used |= {prefix + key for key in held}
         norm = block[f"{old.norm}{old.join}weight"]
         known[prefix] = block_facts(source, norm.shape[0], beside.complete(facts, prefix))
         params = blocks.read_block(old, block, known[prefix].num_heads)
         packed = new.packed is not None and (facts.packed or new.separate is None)
         written = blocks.write_block(new, params, known[prefix], packed=packed)
         converted |= {prefix + key: tensor for key, tensor in written.items()}
-    check_values({key: tensors[key] for key in used}, facts)
     rest = add_rest(converted, tensors, used, source, facts)
     return Conversion(source, target, converted, blocks=known, rest=rest)
 
@@ -139,7 +140,7 @@ def check_blocks(tensors: Mapping[str, Tensor], source: str, found: Mapping[str,
         norm = tensors.get(f"{prefix}{layout.norm}{layout.join}weight")
         if norm is None:
             continue
-        for key, shape in blocks.shapes(layout, packed, norm.numel()).items():
+        for key, shape in blocks.shapes(layout, packed, max(1, norm.numel())).items():
             if key in held and tuple(tensors[prefix + key].shape) != shape:
                 came = tuple(tensors[prefix + key].shape)
                 misshapen.append(f"{prefix}{key} {came} for {shape}")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from regard.errors import InputError, MissingExtraError, nearest
 from regard.files import atomic_folder, read_json, read_weights, write_json, write_weights
+from regard.weights.checks import brief, first, listing
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -72,7 +73,9 @@ def from_pretrained(
         folder = download(str(where), revision)
     config = read_json(folder / CONFIG)
     models = config.get("models") if isinstance(config, dict) else None
-    if not isinstance(models, dict) or not models or config.get("layout") not in OURS:
+    if isinstance(config, dict) and "recipe" in config:
+        raise InputError(f"{folder} is a training run; regard.load({str(folder)!r}).model opens it")
+    if not isinstance(models, dict) or not models or config.get("layout") != "regard":
         raise InputError(
             f"{folder / CONFIG} describes no model of regard; convert other layouts with "
             "`regard convert`"
@@ -83,19 +86,21 @@ def from_pretrained(
         for key, tensor in read_weights(folder / WEIGHTS).items()
         if key.startswith(prefix)
     }
+    if not isinstance(models[prefix], dict):
+        raise InputError(
+            f"{folder / CONFIG} says {brief(repr(models[prefix]))} of the model {prefix!r}; give "
+            "its class and arguments, as save_pretrained writes them"
+        )
     return build(dict(models[prefix]), tensors, folder)
-
-
-OURS = ("regard", "mission")
 
 
 def choose_block(models: Mapping[str, Any], block: str | None, folder: Path) -> str:
     """The prefix of the one model, or of the block that was named."""
     paths = {prefix.rstrip("."): prefix for prefix in models}
-    if block is not None and block not in paths:
-        raise InputError(f"{folder} has no block {block!r}; {nearest(block, paths)}")
+    if block is not None and (not isinstance(block, str) or block not in paths):
+        raise InputError(f"{folder} has no block {block!r}; {nearest(str(block), paths)}")
     if block is None and len(paths) > 1:
-        raise InputError(f"{folder} holds {len(paths)} blocks, {', '.join(paths)}: give block=")
+        raise InputError(f"{folder} holds {len(paths)} blocks, {first(paths)}: give block=")
     return paths[block] if block is not None else next(iter(models))
 
 
@@ -104,15 +109,14 @@ def build(config: dict[str, Any], tensors: Mapping[str, Tensor], folder: Path) -
     cls = model_class(str(config.pop("class", None)))
     try:
         model = cls(**config, device="meta")
-    except TypeError as error:
+    except (TypeError, RuntimeError, OverflowError) as error:
         raise InputError(f"{folder / CONFIG} does not fit {cls.__name__}: {error}") from None
     wanted = {key: tensor.shape for key, tensor in model.state_dict().items()}
     held = {key: tensor.shape for key, tensor in tensors.items() if key in wanted}
     wrong = sorted(key for key in wanted if held.get(key) != wanted[key])
     if wrong:
         raise InputError(
-            f"{folder / WEIGHTS} does not fit its {CONFIG}: missing or misshapen "
-            f"{', '.join(wrong[:12])}"
+            f"{folder / WEIGHTS} does not fit its {CONFIG}: missing or misshapen {listing(wrong)}"
         )
     model.load_state_dict({key: tensors[key] for key in wanted}, assign=True)
     return model.eval()

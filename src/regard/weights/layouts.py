@@ -45,7 +45,7 @@ DIFFUSERS_OTHER = (
 
 LAYOUTS: dict[str, PixelLayout] = {
     # the ten keys of `regard.pixel_attention`
-    "mission": PixelLayout("norm", "out", ("q", "k", "v"), join="_", num_groups=None, eps=1e-5),
+    "regard": PixelLayout("norm", "out", ("q", "k", "v"), join="_", num_groups=None, eps=1e-5),
     # diffusers' Attention in UNet2DModel, AutoencoderKL, VQModel; U-Nets 1e-5, VAEs 1e-6
     "diffusers": PixelLayout(
         "group_norm",

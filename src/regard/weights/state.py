@@ -2,8 +2,10 @@
 
 import pickle
 import re
+import struct
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,17 @@ from torch import Tensor
 
 from regard.errors import InputError, nearest
 from regard.files import read_json, read_weights
+from regard.weights.checks import brief, first, listing
 
 PICKLED = (".pt", ".pth", ".ckpt", ".bin")
 INDEX = ".safetensors.index.json"
+
+# What the readers of NumPy and torch raise on a file with some bytes changed.
+DAMAGE = (
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError),
+    *(OSError, RuntimeError, SyntaxError, TypeError, ValueError),
+    *(pickle.PickleError, struct.error, zipfile.BadZipFile, zlib.error),
+)
 
 
 def read_state(path: str | Path, entry: str | None = None) -> dict[str, Tensor]:
@@ -56,8 +66,8 @@ def weights_file(folder: Path) -> Path:
         if len(found) == 1:
             return folder / found[0]
         if found:
-            raise InputError(f"{folder} holds {', '.join(found)}; give one of these files itself")
-    raise InputError(f"{folder} holds no weights file; it holds {', '.join(names) or 'nothing'}")
+            raise InputError(f"{folder} holds {listing(found)}; give one of these files itself")
+    raise InputError(f"{folder} holds no weights file; it holds {listing(names)}")
 
 
 def read_shards(index: Path) -> dict[str, Tensor]:
@@ -68,15 +78,15 @@ def read_shards(index: Path) -> dict[str, Tensor]:
         raise InputError(f"{index} has no weight_map; give an index of sharded safetensors")
     tensors: dict[str, Tensor] = {}
     for name in sorted({str(shard) for shard in shard_of.values()}):
-        if not re.fullmatch(r"[^/\\]+\.safetensors", name):
+        if not re.fullmatch(r"[^/\\\x00-\x1f\ud800-\udfff]+\.safetensors", name):
             raise InputError(
-                f"{index} names the shard {name!r}; only safetensors beside it are read"
+                f"{index} names the shard {brief(ascii(name))}; only safetensors beside it are read"
             )
         held = read_weights(index.parent / name)
         wanted = {key for key, shard in shard_of.items() if shard == name}
-        wrong = sorted(wanted ^ held.keys())
+        wrong = wanted ^ held.keys()
         if wrong:
-            raise InputError(f"{index} and its shard {name} disagree about {', '.join(wrong[:10])}")
+            raise InputError(f"{index} and its shard {name} disagree about {listing(wrong)}")
         tensors.update(held)
     return tensors
 
@@ -86,8 +96,13 @@ def read_npz(path: Path) -> dict[str, Tensor]:
     try:
         with np.load(path, allow_pickle=False) as archive:
             return {key: torch.from_numpy(archive[key]) for key in archive.files}
-    except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path} is not an archive of plain arrays ({error})") from None
+    except DAMAGE as error:
+        raise InputError(f"{path} is not an archive of plain arrays ({reason(error)})") from None
+
+
+def reason(error: BaseException) -> str:
+    """An error of another library in a few words."""
+    return brief(f"{type(error).__name__}: {error}")
 
 
 def read_pickled(path: Path) -> Any:
@@ -97,14 +112,16 @@ def read_pickled(path: Path) -> Any:
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = re.search(r"WeightsUnpickler error: *\s*(\S[^\n]*)", str(error))
+        said = re.search(r"WeightsUnpickler error: *\s*(\S[^\n]*)", str(error))
         raise InputError(
             f"{path} holds more than tensors, and reading it could run code of the file's author "
-            f"({reason[1] if reason else 'not a file of weights'}); save its state dict as "
+            f"({brief(said[1]) if said else 'not a file of weights'}); save its state dict as "
             ".safetensors where you trust it"
         ) from None
-    except (RuntimeError, EOFError, ValueError, OSError, KeyError, AttributeError) as error:
-        raise InputError(f"{path} is not a whole file written by torch.save ({error})") from None
+    except DAMAGE as error:
+        raise InputError(
+            f"{path} is not a whole file written by torch.save ({reason(error)})"
+        ) from None
 
 
 def choose_entry(value: Any, entry: str | None, path: Path) -> dict[str, Tensor]:
@@ -112,28 +129,33 @@ def choose_entry(value: Any, entry: str | None, path: Path) -> dict[str, Tensor]
     found = dict(tensor_dicts(value))
     if entry is not None:
         if entry not in found:
-            raise InputError(f"{path} has no tensors under {entry!r}; {nearest(entry, found)}")
+            names = [brief(name, 120) for name in found]
+            raise InputError(f"{path} has no tensors under {entry!r}; {nearest(entry, names)}")
         return found[entry]
     if "" in found:
         return found[""]
     if len(found) != 1:
-        names = ", ".join(found) or "none"
-        raise InputError(f"{path} holds {len(found)} dictionaries of tensors ({names}); name one")
+        raise InputError(
+            f"{path} holds {len(found)} dictionaries of tensors ({first(found)}); name one"
+        )
     return next(iter(found.values()))
 
 
-def tensor_dicts(
-    value: Any, name: str = "", within: tuple[int, ...] = ()
-) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def tensor_dicts(value: Any) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Every dictionary in a checkpoint that holds nothing but tensors by name, with its path.
 
-    `within` identifies the dictionaries around it: a checkpoint may hold itself.
+    A dictionary of others that is held at several places, or within itself, is entered once: with
+    n that each hold the next one twice there are 2ⁿ paths. No call nests, however deep they are.
     """
-    if not isinstance(value, Mapping) or not value or id(value) in within:
-        return
-    if all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items()):
-        yield name, dict(value)
-        return
-    for key, inner in value.items():
-        path = f"{name}.{key}" if name else str(key)
-        yield from tensor_dicts(inner, path, (*within, id(value)))
+    waiting = [("", value)]
+    entered: set[int] = set()
+    while waiting:
+        name, held = waiting.pop()
+        if not isinstance(held, Mapping) or not held or id(held) in entered:
+            continue
+        if all(isinstance(k, str) and isinstance(v, Tensor) for k, v in held.items()):
+            yield name, dict(held)
+            continue
+        entered.add(id(held))
+        inner = [(f"{name}.{key}" if name else str(key), value) for key, value in held.items()]
+        waiting += reversed(inner)

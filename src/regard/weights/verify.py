@@ -85,7 +85,7 @@ Runner = Callable[[Mapping[str, Tensor], BlockFacts, Tensor], Tensor]
 
 def runner(name: str) -> tuple[str, Runner]:
     """What computes a block of the layout `name`, in words and as a function."""
-    if name == "mission":
+    if name == "regard":
         return "regard", run_regard
     if name == "diffusers" and importlib.util.find_spec("diffusers"):
         return "diffusers", run_diffusers

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from regard.errors import InputError
-from regard.layers.checks import count
+from regard.layers.checks import count, pair
 from regard.models.simple_vit import SimpleViT
 from regard.weights.checks import add_rest, check_values, listing, refuse_other_vits
 from regard.weights.facts import Conversion, Facts
@@ -40,6 +40,14 @@ VIT_KEYS: dict[str, str] = {
     "features_norm.bias": "linear_head.bias",
 }
 
+# Weights from which a model's widths are read, with their axes.
+WIDTHS = {
+    "embed.project.weight": ("dim", "patch"),
+    "blocks.{i}.mlp.up.weight": ("mlp_dim", "dim"),
+    "blocks.{i}.attention.q_norm.gamma": ("heads", "1", "dim_head"),
+    "norm.weight": ("dim",),
+}
+
 # The key by which a model of each layout is found, at any depth.
 ANCHORS = {
     "regard": "blocks.{i}.attention.qkv.weight",
@@ -49,7 +57,7 @@ ANCHORS = {
 
 def find_vits(tensors: Mapping[str, Tensor], layout: str) -> dict[str, int]:
     """Prefix ("" or ending in a dot) and depth of each SimpleViT of `layout` in a state dict."""
-    anchor = re.escape(ANCHORS[layout]).replace(re.escape("{i}"), r"(?P<i>\d+)")
+    anchor = re.escape(ANCHORS[layout]).replace(re.escape("{i}"), r"(?P<i>\d{1,9})")
     pattern = re.compile(rf"(?P<prefix>(?:.*\.)?){anchor}")
     depths: dict[str, int] = {}
     for key in tensors:
@@ -116,7 +124,7 @@ def check_shapes(
 ) -> None:
     """Refuse tensors whose shapes are not those of the SimpleViT that its widths make."""
     widths: dict[str, Any] = vit_widths(ours, prefix, source) | {"depth": depth}
-    values = ours[f"{prefix}embed.project.weight"].shape[-1]
+    values = ours[f"{prefix}embed.project.weight"].shape[1]
     one_pixel: dict[str, Any] = {"image_size": 1, "patch_size": 1, "channels": values}
     model = SimpleViT(num_classes=None, **one_pixel, **widths, device="meta").state_dict()
     misshapen = []
@@ -133,18 +141,19 @@ def check_shapes(
 
 def vit_widths(ours: Mapping[str, Tensor], prefix: str, source: str) -> dict[str, int]:
     """dim, mlp_dim, heads and dim_head of a SimpleViT of ours, from its weights."""
-    gamma = ours[f"{prefix}blocks.0.attention.q_norm.gamma"]
-    if gamma.ndim != 3:
+    widths: dict[str, int] = {}
+    misshapen = []
+    for key, axes in WIDTHS.items():
+        shape = tuple(ours[prefix + key.format(i=0)].shape)
+        if len(shape) != len(axes) or 0 in shape:
+            name = key if source == "regard" else VIT_KEYS[key]
+            misshapen.append(f"{prefix}{name.format(i=0)} {shape} for ({', '.join(axes)})")
+        widths |= zip(axes, shape, strict=False)
+    if misshapen:
         raise InputError(
-            f"the weights do not fit the layout {source}; misshapen: the first block's "
-            f"q_norm.gamma {tuple(gamma.shape)} for (heads, 1, dim_head)"
+            f"the weights do not fit the layout {source}; misshapen: {listing(misshapen)}"
         )
-    return {
-        "dim": ours[f"{prefix}norm.weight"].shape[0],
-        "mlp_dim": ours[f"{prefix}blocks.0.mlp.up.weight"].shape[0],
-        "heads": gamma.shape[0],
-        "dim_head": gamma.shape[2],
-    }
+    return {name: widths[name] for name in ("dim", "mlp_dim", "heads", "dim_head")}
 
 
 def vit_config(
@@ -155,9 +164,11 @@ def vit_config(
     A patch's values are one axis in the weights, channels · height · width, so that channels or
     patch_size must be told; with channels alone the patch is taken to be square.
     """
-    image_size, patch_size, channels = facts.image_size, facts.patch_size, facts.channels
-    if image_size is None:
+    patch_size = None if facts.patch_size is None else pair(facts.patch_size, "patch_size")
+    channels = None if facts.channels is None else count(facts.channels, "channels")
+    if facts.image_size is None:
         return None
+    image_size = pair(facts.image_size, "image_size")
     values = tensors[f"{prefix}embed.project.weight"].shape[1]
     if patch_size is None and channels is None:
         raise InputError(
@@ -165,7 +176,7 @@ def vit_config(
             "channels or patch_size"
         )
     if patch_size is None:
-        side = math.isqrt(values // count(channels, "channels"))
+        side = math.isqrt(values // (channels or 1))
         patch_size = (side, side)
     if channels is None:
         channels = values // math.prod(patch_size)
