@@ -7,7 +7,7 @@ kept, and a later call with the same shapes, dtypes and devices looks it up.
 import functools
 import numbers
 import sys
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -105,7 +105,7 @@ _kept = functools.lru_cache(maxsize=4096)(_make)
 def checked_scale(scale: Any) -> float:
     """`scale` as a finite number; a tensor, which would lose its gradient, is none."""
     if isinstance(scale, torch.SymFloat):
-        return scale
+        return cast(float, scale)
     real = isinstance(scale, (int, float, numbers.Real)) and not isinstance(scale, bool)
     if not (real and -LARGEST <= scale <= LARGEST):
         raise InputError(f"scale={scale!r}: give a finite number, or None for 1/√d")

@@ -14,6 +14,7 @@ from regard.errors import InputError
 from regard.record.calls import Call
 
 Report = Callable[[str, Call], None]
+Refuse = Callable[[str, InputError], None]
 Forward = Callable[..., Any]
 _MISSING = object()
 
@@ -24,8 +25,9 @@ class Builtin:
     A module's `forward` is wrapped until `cleanup` closes; it runs with function modes off.
     """
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, refuse: Refuse) -> None:
         self.report = report
+        self.refuse = refuse
         self._ran: set[nn.Module] = set()
 
     def wrap(self, module: nn.Module, name: str, cleanup: contextlib.ExitStack) -> None:
@@ -40,8 +42,16 @@ class Builtin:
     ) -> Any:
         out = forward(**given)
         self._ran.add(module)
-        self.report(name, multihead_call(module, name, out[0], **given))
+        self._report(module, name, out[0], **given)
         return out
+
+    def _report(self, module: nn.MultiheadAttention, name: str, *args: Any, **given: Any) -> None:
+        try:
+            call = multihead_call(module, name, *args, **given)
+        except InputError as error:
+            self.refuse(name, error)
+        else:
+            self.report(name, call)
 
     def _encoder_layer(
         self, layer: nn.TransformerEncoderLayer, name: str, forward: Forward, given: dict[str, Any]
@@ -54,8 +64,8 @@ class Builtin:
                 x = layer.norm1(given["src"]) if layer.norm_first else given["src"]
             masks = {"attn_mask": given["src_mask"]}
             masks["key_padding_mask"] = given["src_key_padding_mask"]
-            call = multihead_call(layer.self_attn, name, None, x, x, x, **masks)
-            self.report(f"{name}.self_attn", call)
+            # The layer's result stands for its attention's: it has no graph, and NaN where that has
+            self._report(layer.self_attn, f"{name}.self_attn", out, x, x, x, **masks)
         return out
 
 
@@ -97,7 +107,7 @@ def multihead_call(
     if module.bias_k is not None or module.add_zero_attn or query.is_nested:
         raise InputError(
             f"{name} is an nn.MultiheadAttention with bias_k, add_zero_attn or a nested tensor; "
-            "its keys are no tokens of the input and cannot be read. Choose other layers"
+            "its keys are no tokens of the input and cannot be read. Choose other layers by layers="
         )
     g = module.num_heads
 

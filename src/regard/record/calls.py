@@ -33,9 +33,10 @@ class Call:
 
     Either queries q (b, g, n, d), keys k (b, g, m, d), `scale` and an additive `mask`
     broadcastable to (b, g, n, m); or, where the model made its own softmax, its `logits` and
-    `weights` (b, g, n, m). `v` (b, g, m, e) are the values; `out` is the tensor that carries the
-    result in the model's graph, and `to_heads` turns a gradient of it into one of the heads'
-    outputs (b, g, n, e).
+    `weights` (b, g, n, m), or the one of them that it has not written over. `v` (b, g, m, e) are
+    the values; `out` is the tensor that carries the result in the model's graph, and `to_heads`
+    turns a gradient of it into one of the heads' outputs (b, g, n, e). Where there were three
+    dimensions they are (b, 1, …), `merged`, and b may be images · heads: see `apart`.
     """
 
     v: Tensor
@@ -48,14 +49,16 @@ class Call:
     causal: bool = False
     logits: Tensor | None = None
     weights: Tensor | None = None
+    merged: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(b, g, n, m)."""
-        if self.weights is not None:
-            b, g, n, m = self.weights.shape
+        made = self.weights if self.weights is not None else self.logits
+        if made is not None:
+            b, g, n, m = made.shape
             return b, g, n, m
-        assert self.q is not None, "a call has queries and keys, or weights"
+        assert self.q is not None, "a call has queries and keys, or logits, or weights"
         assert self.k is not None
         b, g, n, _ = self.q.shape
         return b, g, n, self.k.shape[2]
@@ -79,6 +82,42 @@ class Call:
         cut = {name: None if t is None else t[:images] for name, t in cut.items()}
         return replace(self, mask=mask, **cut)
 
+    def apart(self, batch: int) -> "Call":
+        """The same call of `batch` images, the heads merged into them taken apart."""
+
+        def four(x: Tensor) -> Tensor:
+            return x.unflatten(0, (batch, -1)).flatten(1, 2)  # (b g) 1 n d -> b g n d
+
+        names = ("v", "q", "k", "logits", "weights")
+        tensors: dict[str, Any] = {name: getattr(self, name) for name in names}
+        tensors = {name: None if t is None else four(t) for name, t in tensors.items()}
+        mask, to_heads = self.mask, self.to_heads
+        if mask is not None and mask.ndim == 4 and mask.shape[0] > 1:
+            mask = four(mask)
+        return replace(
+            self, mask=mask, to_heads=lambda x: four(to_heads(x)), merged=False, **tensors
+        )
+
+    def without_keys(self) -> Tensor | None:
+        """Which queries (b · g, n, 1) may attend to no key; None where each may to some."""
+        b, g, n, _ = self.shape
+        if self.weights is not None:
+            return self.weights[..., :1].isnan().flatten(0, 1)
+        made = self.logits if self.logits is not None else self.mask
+        if made is None:
+            return None
+        return (made.amax(-1, keepdim=True) == -torch.inf).expand(b, g, n, 1).flatten(0, 1)
+
+    def weight_without_keys(self) -> Tensor:
+        """What such a query gives each key: NaN from a softmax, 0 from most fused kernels.
+
+        Which of them a module of torch's ran shows in its result alone.
+        """
+        if self.q is None:
+            return self.v.new_tensor(torch.nan, dtype=wide_dtype(self.v))
+        zero = self.v.new_zeros((), dtype=wide_dtype(self.v))
+        return zero if self.out is None else zero.masked_fill(self.out.isnan().any(), torch.nan)
+
     def rows(self, index: Tensor) -> Tensor:
         """Weights (b, g, len(index), m) of the chosen queries, float32 or wider."""
         if self.weights is not None:
@@ -87,7 +126,10 @@ class Call:
         q, k = self._operands(slice(0, b))
         logits = self._logits(q[:, index], None if k is None else k.mT, Scratch(), 1.0)
         self._mask(logits, slice(0, b), slice(0, g), index, 1.0)
-        return logits.softmax(-1).unflatten(0, (b, g))
+        weights = logits.softmax(-1)
+        if (without := self.without_keys()) is not None:
+            weights.masked_fill_(without[:, index], self.weight_without_keys())
+        return weights.unflatten(0, (b, g))
 
     def blocks(self, scratch: Scratch, factor: float = 1.0) -> Iterator[Block]:
         """All logits, times `factor`, in blocks of bounded size.
@@ -125,21 +167,29 @@ class Call:
         return images, heads, rows
 
     def _operands(self, images: slice) -> tuple[Tensor, Tensor | None]:
-        """q and k (images · g, …) of some images; where the model gave them, logits and None."""
+        """q and k (images · g, …) of some images; where the model made its own softmax, its logits
+        or else its weights, and None.
+        """
         if self.q is None or self.k is None:
-            assert self.logits is not None, "a call has queries and keys, or logits"
-            return wide(self.logits[images]).flatten(0, 1), None
+            made = self.logits if self.logits is not None else self.weights
+            assert made is not None, "a call has queries and keys, or logits, or weights"
+            return wide(made[images]).flatten(0, 1), None
         return wide(self.q[images]).flatten(0, 1), wide(self.k[images]).flatten(0, 1)
 
     def _logits(self, q: Tensor, keys: Tensor | None, scratch: Scratch, factor: float) -> Tensor:
         """factor · scale · q kᵀ (heads, rows, m) from (heads, rows, d) and kᵀ (heads, d, m).
 
-        Where the model gave its logits q is a part of them, and there are no keys.
+        Where the model made its own softmax q is a part of its logits, and there are no keys; or
+        of its weights, whose logarithms are logits less a number for each row.
         """
         width = q.shape[-1] if keys is None else keys.shape[-1]
         logits = scratch.take("logits", (*q.shape[:2], width), q)
         if keys is None:
-            return torch.mul(q, factor, out=logits).clamp_(min=_floor(logits))
+            if self.logits is None:
+                torch.log(q, out=logits).mul_(factor)
+            else:
+                torch.mul(q, factor, out=logits)
+            return logits.clamp_(min=_floor(logits))
         return torch.baddbmm(logits, q, keys, beta=0, alpha=factor * self.scale, out=logits)
 
     def _mask(
@@ -159,63 +209,6 @@ class Call:
             positions = torch.arange(n, device=logits.device)[rows, None]
             logits.masked_fill_(torch.arange(m, device=logits.device) > positions, -torch.inf)
         logits.clamp_(min=_floor(logits))
-
-
-def fused_call(
-    out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Call:
-    """The call that a scaled_dot_product_attention was."""
-    mask = attn_mask
-    if mask is not None and mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, -torch.inf)
-    heads = query.shape[-3] if query.ndim > 2 else 1
-    if enable_gqa:
-        key = key.repeat_interleave(heads // key.shape[-3], -3)
-        value = value.repeat_interleave(heads // value.shape[-3], -3)
-    return attend_call(out, query, key, value, scale=scale, mask=mask, causal=is_causal)
-
-
-def attend_call(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    mask: Tensor | None = None,
-    causal: bool = False,
-) -> Call:
-    """The call that an `attend` was: q, k, v (…, n, d) as (b, g, n, d)."""
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-
-    def four(x: Tensor) -> Tensor:
-        heads = x.shape[-3] if x.ndim > 3 else 1
-        return x.reshape(-1, heads, *x.shape[-2:])
-
-    if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2]:
-        lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-        q, k, v = (x.expand(*lead, *x.shape[-2:]) for x in (q, k, v))
-    device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-    return Call(
-        q=four(q),
-        k=four(k),
-        v=four(v),
-        out=out,
-        to_heads=four,
-        scale=scale,
-        mask=mask,
-        causal=causal,
-    )
 
 
 def _floor(logits: Tensor) -> float:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from regard.foreign import Spec, recognise
-from regard.record.recorder import Recording, record
+from regard.record.recorder import record
+from regard.record.recording import Recording
 
 # Names under which norms keep a gain.
 GAINS = ("gamma", "weight")

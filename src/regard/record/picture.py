@@ -14,7 +14,7 @@ from regard.errors import counted
 from regard.record.colour import paint
 
 if TYPE_CHECKING:
-    from regard.record.recorder import Attention, Recording
+    from regard.record.recording import Attention, Recording
 
 # Pixels between tiles, and the side to which a tile is enlarged, at least.
 GAP = 2

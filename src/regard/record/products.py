@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.errors import InputError
 from regard.record.calls import Call
 
 SOFTMAXES = frozenset({torch.softmax, torch.nn.functional.softmax, Tensor.softmax})
@@ -28,6 +29,10 @@ SAME = frozenset(
         Tensor.contiguous,
     }
 )
+# Operators that write over their first operand, beside all whose name ends with one underscore.
+WRITES = frozenset(
+    {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__idiv__"}
+)
 SWAPS = frozenset(
     {torch.transpose, Tensor.transpose, torch.permute, Tensor.permute, Tensor.swapaxes}
 )
@@ -35,21 +40,36 @@ SWAPS = frozenset(
 
 @dataclass(frozen=True)
 class Softmax:
-    """Weights and the logits they came from, and the tensor that now stands for the weights."""
+    """Weights and the logits they came from, and the tensor that now stands for the weights.
 
-    weights: Tensor
-    logits: Tensor
+    Of weights and logits one is None once the model is seen to write over it; `versions` of the
+    two tell what was not seen.
+    """
+
+    weights: Tensor | None
+    logits: Tensor | None
     now: Tensor
+    versions: tuple[int | None, int | None]
     swapped: bool = False
 
     @staticmethod
     def of(
-        result: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any
+        result: Tensor, input: Tensor, dim: int | None = None, *_: Any, **options: Any
     ) -> "Softmax | None":
         """A softmax over the last of three or four dimensions; None for any other."""
         if result.ndim not in (3, 4) or dim not in (-1, result.ndim - 1):
             return None
-        return Softmax(result, input, result)
+        over = options.get("out") is not None and share_memory(result, input)
+        logits = None if over else input
+        return Softmax(result, logits, result, (version(result), version(input)))
+
+    def whole(self) -> tuple[Tensor | None, Tensor | None]:
+        """Weights and logits, None for what was written over since."""
+        weights, logits = (
+            x if x is None or version(x) == then else None
+            for x, then in zip((self.weights, self.logits), self.versions, strict=True)
+        )
+        return weights, logits
 
 
 @dataclass(frozen=True)
@@ -61,16 +81,18 @@ class Product:
     out: Tensor
     equation: str
 
-    def call(self, batch: int | None) -> Call | None:
-        """As a `Call`, heads merged into the batch taken apart; None where that is impossible."""
-        shape = self.softmax.weights.shape
-        if len(shape) == 3 and batch is not None and shape[0] % batch:
-            return None
+    def call(self, name: str) -> Call:
+        """As a `Call`; refused where neither weights nor logits are left of the softmax."""
+        weights, logits = self.softmax.whole()
+        if weights is None and logits is None:
+            raise InputError(
+                f"{name} writes over both its logits and its weights before it multiplies them "
+                "with values, so that none are left to record; have it keep one of them, or "
+                "choose other layers by layers="
+            )
 
         def four(x: Tensor) -> Tensor:
-            if x.ndim == 4:
-                return x
-            return x.unsqueeze(1) if batch is None else x.unflatten(0, (batch, -1))
+            return x if x.ndim == 4 else x.unsqueeze(1)
 
         def to_heads(gradient: Tensor) -> Tensor:
             return four(torch.einsum(self.equation, gradient))
@@ -79,8 +101,9 @@ class Product:
             v=four(self.values),
             out=self.out,
             to_heads=to_heads,
-            logits=four(self.softmax.logits),
-            weights=four(self.softmax.weights),
+            logits=None if logits is None else four(logits),
+            weights=None if weights is None else four(weights),
+            merged=self.softmax.now.ndim == 3,
         )
 
 
@@ -96,6 +119,35 @@ def alias(softmax: Softmax, func: Any, args: tuple[Any, ...], out: Any) -> Softm
     return softmax
 
 
+def after_writes(
+    softmax: Softmax, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Softmax:
+    """The softmax after `func`, without what that wrote over: for tensors made in inference mode,
+    which count no versions.
+    """
+    if None not in softmax.versions:
+        return softmax
+    name = getattr(func, "__name__", "")
+    in_place = name in WRITES or (name.endswith("_") and not name.endswith("__"))
+    to = args[0] if args and (in_place or kwargs.get("inplace")) else kwargs.get("out")
+    if not isinstance(to, Tensor):
+        return softmax
+    weights, logits = (
+        None if x is None or share_memory(x, to) else x for x in (softmax.weights, softmax.logits)
+    )
+    return dataclasses.replace(softmax, weights=weights, logits=logits)
+
+
+def version(x: Tensor) -> int | None:
+    """How often `x` has been written over; None where that is not counted."""
+    return None if x.is_inference() else x._version
+
+
+def share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are parts of one storage."""
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+
 def is_product(func: Any) -> bool:
     """Whether `func` multiplies matrices."""
     return func in PRODUCTS
@@ -108,7 +160,7 @@ def product(softmax: Softmax, func: Any, args: tuple[Any, ...], out: Tensor) -> 
     if len(args) < 2:
         return None
     left, right = args[0], args[1]
-    rank = softmax.weights.ndim
+    rank = softmax.now.ndim
     axes = string.ascii_lowercase[:rank]
     if left is softmax.now and not softmax.swapped and right.ndim == rank:
         return Product(softmax, right, out, f"{axes}->{axes}")

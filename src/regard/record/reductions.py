@@ -32,10 +32,12 @@ def reduce_call(call: Call, keep: Iterable[str], scratch: Scratch) -> dict[str, 
     exp, and l = Σ_j e_j: weights are e / l, and the entropy of a row is
     log l - ln 2 · Σ_j e_j (s_j - t) / l, which needs no logarithm of a weight. Two buffers of a
     block's size are held. A block is a few passes over memory that the cache holds, so what each
-    pass costs beside them counts: whatever can wait for all blocks does.
+    pass costs beside them counts: whatever can wait for all blocks does. A query that no key is
+    open to has l = ∞ where its weights are to be 0, and NaN where they are to be that.
     """
     b, g, n, m = call.shape
     kinds = set(keep)
+    without = call.without_keys()
     out: dict[str, Tensor] = {}
     if "weights" in kinds and call.weights is not None:
         out["weights"] = wide(call.weights).clone()  # to the bit those that the model made
@@ -46,6 +48,7 @@ def reduce_call(call: Call, keep: Iterable[str], scratch: Scratch) -> dict[str, 
     weights = tops.new_empty(b * g, n, m) if "weights" in kinds else None
     mean = tops.new_zeros(b, n, m) if "mean" in kinds else None
     received = tops.new_empty(b * g, 1, m) if "received" in kinds else None
+    weight_without = tops.new_zeros(()) if without is None else call.weight_without_keys()
     for heads, rows, logits in call.blocks(scratch, math.log2(math.e)):
         top = torch.amax(logits, -1, keepdim=True, out=tops[heads, rows])
         if kinds == {"largest_logit"}:
@@ -53,6 +56,8 @@ def reduce_call(call: Call, keep: Iterable[str], scratch: Scratch) -> dict[str, 
         shifted = logits.sub_(top)
         e = torch.exp2(shifted, out=scratch.take("e", shifted.shape, shifted))
         total = torch.sum(e, -1, keepdim=True, out=totals[heads, rows])
+        if without is not None:
+            total.masked_fill_(without[heads, rows], weight_without.reciprocal())
         if "entropy" in kinds:
             torch.sum(shifted.mul_(e), -1, keepdim=True, out=dots[heads, rows])
         if received is not None:
@@ -74,7 +79,13 @@ def reduce_call(call: Call, keep: Iterable[str], scratch: Scratch) -> dict[str, 
         out["received"] = received.view(b, g, m)
     if "entropy" in kinds:
         nats = torch.addcdiv(totals.log(), dots, totals, value=-math.log(2))
+        if without is not None:
+            nats.masked_fill_(without, weight_without)
         out["entropy"] = nats.view(b, g, n)
     if "largest_logit" in kinds:
+        if without is not None:
+            tops.masked_fill_(without, -torch.inf)
+        if call.q is None and call.logits is None:
+            tops.fill_(torch.nan)
         out["largest_logit"] = math.log(2) * tops.view(b, g, n).amax(-1)
     return out

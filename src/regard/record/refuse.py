@@ -2,7 +2,7 @@
 
 import fnmatch
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from regard.errors import InputError, nearest
 from regard.record.reductions import KINDS
+from regard.record.tokens import MOST_EXTRA, Tokens
 
 # Classes, by name, whose weights are over shifted windows and no map of the image.
 WINDOWED = ("ShiftedWindowAttention", "ShiftedWindowAttentionV2", "WindowAttention")
@@ -41,10 +42,16 @@ def check_readable(model: nn.Module) -> None:
             )
 
 
-def check_queries(queries: Any) -> list[int | tuple[int, int]] | None:
-    """The chosen queries, or a refusal of what is no token index and no (row, column)."""
+def check_queries(queries: Any, kinds: Sequence[str]) -> list[int | tuple[int, int]] | None:
+    """The chosen queries, or a refusal of what is no token index and no (row, column), and of
+    queries where nothing that has rows of them is kept."""
     if queries is None:
         return None
+    if not {"weights", "mean"} & set(kinds):
+        raise InputError(
+            "queries choose rows of 'weights' or 'mean', and keep has neither: "
+            f"{', '.join(kinds)}; add one of them, or leave queries out"
+        )
     needed = "give a list of token indices or of (row, column)"
     if isinstance(queries, (str, bytes)) or not isinstance(queries, Sequence) or not queries:
         raise InputError(f"queries={queries!r}: {needed}, with at least one of them")
@@ -55,10 +62,24 @@ def check_queries(queries: Any) -> list[int | tuple[int, int]] | None:
             whole = tuple(operator.index(number) for number in numbers)
         except TypeError:
             whole = ()
-        if len(whole) != (2 if isinstance(query, tuple) else 1):
+        if any(isinstance(number, bool) for number in numbers) or len(whole) != (
+            2 if isinstance(query, tuple) else 1
+        ):
             raise InputError(f"queries has {query!r}; {needed}")
         found.append((whole[0], whole[1]) if isinstance(query, tuple) else whole[0])
     return found
+
+
+def check_grid(grid: tuple[int, int] | None, layouts: Iterable[Tokens]) -> None:
+    """Refuse a grid given outright that no attention's tokens form."""
+    layouts = list(layouts)
+    if grid is None or not layouts or any(layout.grid is not None for layout in layouts):
+        return
+    counts = ", ".join(str(n) for n in dict.fromkeys(layout.count for layout in layouts))
+    raise InputError(
+        f"grid={grid} has {grid[0] * grid[1]} places, and attention is over {counts} tokens; give "
+        f"a grid of as many places, or of up to {MOST_EXTRA} fewer, which are then extra tokens"
+    )
 
 
 def check_keep(keep: str | Sequence[str]) -> tuple[str, ...]:
@@ -86,7 +107,7 @@ class Layers:
     def __init__(self, wanted: Iterable[str | int] | str | int | None, model: nn.Module) -> None:
         if isinstance(wanted, (str, int)):
             wanted = [wanted]
-        if wanted is not None and not isinstance(wanted, Iterable):
+        if isinstance(wanted, Mapping) or not (wanted is None or isinstance(wanted, Iterable)):
             raise InputError(f"layers={wanted!r}: give names, positions, or None for all")
         self.every = wanted is None
         items = list(wanted or [])

@@ -5,9 +5,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.errors import InputError
+from regard.errors import InputError, counted
 from regard.record.calls import Call, wide_dtype
-from regard.record.refuse import check_readable
+from regard.record.refuse import check_grid, check_readable
 from regard.record.scratch import Scratch
 from regard.record.tokens import Tokens
 from regard.record.watch import Watch, undisturbed
@@ -61,11 +61,15 @@ def class_relevance(
     def receive(name: str, queries: Tokens, keys: Tokens, call: Call) -> None:
         calls.append((name, queries, keys, call))
 
-    watched = Watch(model, receive, grid=grid)
+    def refuse(name: str, error: InputError) -> None:
+        raise error
+
+    watched = Watch(model, receive, refuse, grid=grid)
     with torch.enable_grad(), watched:
         logits = model(images.detach().requires_grad_())
     if not calls:
         raise InputError(f"no attention could be read in {type(model).__name__}")
+    check_grid(grid, [layout for _, *layouts, _ in calls for layout in layouts])
     tokens = _one_layout(calls)
     chosen = _classes(classes, logits, images.shape[0])
     score = logits.gather(1, chosen[:, None]).sum()
@@ -87,9 +91,12 @@ def _through(row: Tensor, call: Call, gradient: Tensor, scratch: Scratch) -> Ten
     gradients, values = (x.to(row.dtype).flatten(0, 1) for x in (gradient, call.v))
     shares = (row / g).repeat_interleave(g, 0)[:, None]  # (b g, 1, n): of each head
     out = row.new_zeros(b * g, 1, m)
+    without = call.without_keys()
     for heads, rows, logits in call.blocks(scratch):
         slope = gradients[heads, rows] @ values[heads].mT
         weighted = slope.mul_(logits.softmax(-1)).clamp_(min=0)
+        if without is not None:
+            weighted.masked_fill_(without[heads, rows], 0)
         out[heads] += shares[heads, :, rows] @ weighted
     return out.view(b, g, m).sum(1)
 
@@ -116,10 +123,17 @@ def _classes(classes: Tensor | int | None, logits: Tensor, batch: int) -> Tensor
     if classes is None:
         return logits.detach().argmax(1)
     count = logits.shape[1]
-    chosen = torch.as_tensor(classes, device=logits.device).expand(batch)
-    if chosen.is_floating_point() or not bool(((chosen >= 0) & (chosen < count)).all()):
-        raise InputError(f"classes={classes}: give integers from 0 to {count - 1}")
-    return chosen.long()
+    needed = f"give an integer from 0 to {count - 1}, or one for each of {counted(batch, 'image')}"
+    try:
+        chosen = torch.as_tensor(classes, device=logits.device)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"classes={classes!r}: {needed}") from None
+    whole = not (chosen.is_floating_point() or chosen.is_complex() or chosen.dtype == torch.bool)
+    if not whole or tuple(chosen.shape) not in ((), (batch,)):
+        raise InputError(f"classes={classes!r}: {needed}")
+    if not bool(((chosen >= 0) & (chosen < count)).all()):
+        raise InputError(f"classes={classes!r}: {needed}")
+    return chosen.expand(batch).long()
 
 
 def _readout(model: nn.Module, tokens: Tokens) -> Readout:

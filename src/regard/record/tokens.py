@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from regard.errors import InputError
 
-# More tokens than these beside a grid are no class token and registers but another grid.
-MOST_EXTRA = 16
+# More tokens than these beside a grid are no class token and registers but another grid, unless
+# the model says that it has so many.
+MOST_EXTRA = 8
 
 # Modules (by Python module) whose extra tokens stand after the grid; elsewhere they lead.
 EXTRA_LAST = ("vit_pytorch.simple_vit_with_register_tokens",)
@@ -60,7 +61,8 @@ class Tokens:
 def with_grid(count: int, grid: tuple[int, int], model: nn.Module) -> Tokens:
     """Lay `count` tokens on a grid given outright; without one if they are too few or too many."""
     extra = count - grid[0] * grid[1]
-    if not 0 <= extra <= MOST_EXTRA:
+    stated = getattr(model, "num_prefix_tokens", 0)
+    if not 0 <= extra <= max(MOST_EXTRA, stated if isinstance(stated, int) else 0):
         return Tokens(count)
     return Tokens(count, grid, 0 if type(model).__module__ in EXTRA_LAST else extra)
 
@@ -71,13 +73,16 @@ def find_layout(
     images: Tensor | None,
     enclosing: Sequence[tuple[int, int] | None],
     seen: Iterable[tuple[int, int]],
+    longest: int = 0,
 ) -> Tokens:
     """The layout of `count` tokens, from what was seen on the way to them.
 
     In this order: the map (h, w) given to the innermost enclosing module that has exactly
     `count` pixels; the latest feature map `seen` that has; the model's own `patch_size`; the
-    latest feature map that leaves at most 16 extra tokens; the largest grid of square patches
-    that divide the image and leave at most 16 extra. A model's `num_prefix_tokens` must agree
+    latest feature map that leaves at most 8 extra tokens; the largest grid of square patches that
+    divide the image and leave at most 8 extra, and twice as many places. The last is a guess, made
+    where the model has no `patch_size` and no sequence was longer before (`longest`): one that
+    lost tokens, as by patch dropout, is no whole grid. A model's `num_prefix_tokens` must agree
     with the number of extra tokens. Where nothing fits the grid stays unknown.
     """
     if count == 1:
@@ -86,7 +91,9 @@ def find_layout(
     for grid in [*reversed(enclosing), *latest]:
         if grid is not None and grid[0] * grid[1] == count:
             return Tokens(count, grid)
-    for grid in chain(_patch_grid(model, images), latest, _square_grids(count, images)):
+    stated = _patch_grid(model, images)
+    guesses = _square_grids(count, images) if not stated and count >= longest else ()
+    for grid in chain(stated, latest, guesses):
         layout = with_grid(count, grid, model)
         expected = getattr(model, "num_prefix_tokens", layout.extra)
         if layout.grid is not None and expected == layout.extra:
@@ -104,11 +111,13 @@ def _patch_grid(model: nn.Module, images: Tensor | None) -> list[tuple[int, int]
 
 
 def _square_grids(count: int, images: Tensor | None) -> Iterator[tuple[int, int]]:
-    """Grids of square patches that divide the image, the finest first."""
+    """Grids of square patches that divide the image, with at most half as many extra tokens as
+    places; the finest first.
+    """
     if images is None:
         return
     height, width = images.shape[-2:]
     for side in range(1, min(height, width) + 1):
         h, w = height // side, width // side
-        if height % side == width % side == 0 and h * w <= count:
+        if height % side == width % side == 0 and h * w <= count <= 1.5 * h * w:
             yield h, w

@@ -15,12 +15,23 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
+from regard.errors import InputError
 from regard.layers.attend import attend
 from regard.layers.observe import observers
-from regard.record.builtin import Builtin
-from regard.record.calls import Call, attend_call, fused_call
-from regard.record.products import SOFTMAXES, Product, Softmax, alias, is_product, product
-from regard.record.tokens import Tokens, find_layout, with_grid
+from regard.record.builtin import Builtin, Refuse
+from regard.record.calls import Call
+from regard.record.fused import attend_call, fused_call
+from regard.record.places import Places
+from regard.record.products import (
+    SOFTMAXES,
+    Product,
+    Softmax,
+    after_writes,
+    alias,
+    is_product,
+    product,
+)
+from regard.record.tokens import Tokens
 
 #: Takes a module's name, its layout of queries and of keys, and the call.
 Receive = Callable[[str, Tokens, Tokens, Call], None]
@@ -29,7 +40,8 @@ ATTENTION_LIKE = re.compile("attention|attn", re.IGNORECASE)
 
 
 class Watch(TorchFunctionMode):
-    """While entered, hands every attention inside `model` to `receive`.
+    """While entered, hands every attention inside `model` to `receive`, and a reason to `refuse`
+    for each that cannot be read.
 
     Four roads lead to an attention: `regard.attend`, which tells its observers;
     `torch.nn.functional.scaled_dot_product_attention`, and a softmax whose result is multiplied
@@ -41,12 +53,18 @@ class Watch(TorchFunctionMode):
     """
 
     def __init__(
-        self, model: nn.Module, receive: Receive, *, grid: tuple[int, int] | None = None
+        self,
+        model: nn.Module,
+        receive: Receive,
+        refuse: Refuse,
+        *,
+        grid: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.receive = receive
-        self.grid = grid
+        self.refuse = refuse
+        self.places = Places(model, grid)
         modules = [(m, name or type(model).__name__) for name, m in model.named_modules()]
         self.names = {m: name for m, name in modules if m is model or not is_plain(m)}
         classes: set[Any] = {type(m) for m, _ in modules}
@@ -58,10 +76,6 @@ class Watch(TorchFunctionMode):
         self.attention_like: dict[str, nn.Module] = {}
         self.windowed: set[str] = set()
         self._stack: list[tuple[str, tuple[int, int] | None]] = []
-        self._seen: dict[tuple[int, int], None] = {}
-        self._layouts: dict[Any, Tokens] = {}
-        self._images: Tensor | None = None
-        self._batch: int | None = None
         self._softmax: Softmax | None = None
         self._cleanup = contextlib.ExitStack()
 
@@ -69,7 +83,7 @@ class Watch(TorchFunctionMode):
         self._cleanup.callback(register_module_forward_pre_hook(self._before).remove)
         after = register_module_forward_hook(self._after, always_call=True)
         self._cleanup.callback(after.remove)
-        builtin = Builtin(self._report)
+        builtin = Builtin(self._report, self.refuse)
         for module, name in self.names.items():
             builtin.wrap(module, name, self._cleanup)
         observers.append(self._observe)
@@ -83,7 +97,7 @@ class Watch(TorchFunctionMode):
             super().__exit__(*error)
         self._cleanup.close()
         self._stack.clear()
-        self._softmax = self._images = None
+        self._softmax = self.places.images = None
 
     # Module names and grids
 
@@ -92,32 +106,18 @@ class Watch(TorchFunctionMode):
         if name is None or in_backward():
             return
         first = next((a for a in args if isinstance(a, Tensor)), None)
-        given_map = first if first is not None and first.ndim == 4 else None
         if not self._stack:
             self.called = True
-            self._seen.clear()
-            self._layouts.clear()
-            self._images = given_map
-            self._batch = None if first is None else first.shape[0]
-        elif given_map is not None and self._more_pictures(given_map):
-            self._images, self._batch = given_map, given_map.shape[0]
-        self._stack.append((name, None if given_map is None else map_size(given_map)))
+            self.places.start(first)
+        self._stack.append((name, self.places.given(first)))
         if module in self._like:
             self.attention_like[name] = module
-
-    def _more_pictures(self, given: Tensor) -> bool:
-        """Whether the model made other views of the pictures (such as mirrored) beside them."""
-        before = self._images
-        return before is not None and given.shape[1:] == before.shape[1:] and given is not before
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module not in self.names or in_backward() or not self._stack:
             return
         self._stack.pop()
-        if isinstance(output, Tensor) and output.ndim == 4:
-            size = map_size(output)
-            self._seen.pop(size, None)
-            self._seen[size] = None  # the latest last
+        self.places.returned(module, output)
 
     # Attention
 
@@ -133,6 +133,7 @@ class Watch(TorchFunctionMode):
         elif func in SOFTMAXES:
             self._softmax = Softmax.of(out, *args, **kwargs)
         elif self._softmax is not None:
+            self._softmax = after_writes(self._softmax, func, args, kwargs)
             if is_product(func):
                 found = product(self._softmax, func, args, out)
                 if found is not None:
@@ -156,28 +157,28 @@ class Watch(TorchFunctionMode):
         return out
 
     def _report_product(self, found: Product) -> None:
-        call = found.call(self._batch)
-        if call is not None:
-            self._report(self._stack[-1][0], call)
+        name = self._stack[-1][0]
+        try:
+            call = found.call(name)
+        except InputError as error:
+            self.refuse(name, error)
+        else:
+            self._report(name, call)
 
     def _report(self, name: str, call: Call) -> None:
-        b, _, n, m = call.shape
-        if self._images is not None and b != self._images.shape[0]:
-            self.windowed.add(name)
-            return
-        with undisturbed(call.v.device.type):
-            queries = self._layout(n)
-            keys = queries if m == n else self._layout(m)
-            self.receive(name, queries, keys, call.without_graph())
-
-    def _layout(self, count: int) -> Tokens:
-        if self.grid is not None:
-            return with_grid(count, self.grid, self.model)
         enclosing = tuple(size for _, size in self._stack)
-        key = count, enclosing, tuple(self._seen)
-        if key not in self._layouts:
-            self._layouts[key] = find_layout(count, self.model, self._images, enclosing, self._seen)
-        return self._layouts[key]
+        with undisturbed(call.v.device.type):
+            own = self.places.of_images(call.without_graph(), enclosing)
+            if own is None:
+                return
+            b, _, n, m = own.shape
+            images = self.places.images
+            if images is not None and b != images.shape[0]:
+                self.windowed.add(name)
+                return
+            queries = self.places.layout(n, enclosing)
+            keys = queries if m == n else self.places.layout(m, enclosing)
+            self.receive(name, queries, keys, own)
 
 
 def package(cls: type[nn.Module]) -> str:
@@ -202,11 +203,6 @@ def is_plain_leaf(cls: type[nn.Module]) -> bool:
     """`is_plain` of modules of a class that have no parts."""
     plain = package(cls) == "torch" or issubclass(cls, (nn.Linear, nn.LayerNorm))
     return plain and not issubclass(cls, nn.Conv2d)
-
-
-def map_size(x: Tensor) -> tuple[int, int]:
-    """(rows, columns) of a map (b, c, h, w)."""
-    return x.shape[-2], x.shape[-1]
 
 
 def in_backward() -> bool:
