@@ -1,10 +1,12 @@
 """Models whose batch norms need two images: batches of one are refused before a run has begun."""
 
+import numpy as np
 import pytest
 
 from regard.errors import InputError
 from regard.runs.config import TrainConfig
 from regard.runs.folder import RunFolder
+from regard.runs.reference import COUNT, spread
 from regard.runs.resolve import largest_batch
 from regard.runs.train import train
 from tests.runs.conftest import TINY, tiny_config
@@ -50,3 +52,13 @@ def test_the_largest_batch_has_two_images_for_each_process_where_there_are_so_ma
     images, world, batch
 ):
     assert largest_batch(images, world) == batch
+
+
+@pytest.mark.parametrize("images", [1, 2047, 2048, 2049, 4095, 45_000])
+def test_images_for_statistics_stand_evenly_over_all(images):
+    found = np.asarray(spread(images))
+    assert len(found) == min(images, COUNT)
+    assert found[0] == 0
+    steps = np.diff(np.append(found, images))
+    assert steps.min() >= 1
+    assert steps.max() - steps.min() <= 1

@@ -30,8 +30,8 @@ def test_an_axis_of_one_value_has_room():
 
 
 def test_numbers_are_short():
-    assert [short(v) for v in (0, 0.25, 12.345, 26000, 1e-5, 3e6)] == [
-        "0", "0.25", "12.3", "26,000", "1e-5", "3e6",
+    assert [short(v) for v in (0, 0.25, 12.345, 26000, 1e-5, 1.5e-4, 3e6)] == [
+        "0", "0.25", "12.3", "26,000", "1e-5", "1.5e-4", "3e6",
     ]  # fmt: skip
     assert short(0.915, percent=True) == "91.5%"
 

@@ -62,6 +62,10 @@ def test_a_grid_that_makes_no_sense_is_refused(option, value, message):
         ({"images": 1}, "images is 1; give at least 2"),
         ({"data": "no/such/data"}, "'no/such/data' does not exist"),
         ({"model": "resnet"}, "there is no model 'resnet'"),
+        ({"model": ""}, "there is no model ''"),
+        ({"data": ""}, "no DATA came"),
+        ({"device": ""}, "there is no device ''"),
+        ({"like": "x", "model": ""}, "--like takes the run's own model"),
         ({"like": "nowhere"}, "nowhere does not exist"),
         ({"like": "x", "data": "digits"}, "--like takes the run's own data; leave out data"),
         ({"resume": True}, "--resume needs --out"),
@@ -83,6 +87,16 @@ def test_a_folder_that_is_in_use_is_refused(tmp_path):
     folder = StudyFolder(tmp_path / "study")
     with folder.lock(), pytest.raises(InputError, match="another study is writing"), folder.lock():
         pass
+
+
+@pytest.mark.parametrize("out", ["/proc/x", "file/x"])
+def test_a_folder_that_cannot_be_made_is_refused(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    folder = StudyFolder(out)
+    with pytest.raises(InputError, match=rf"^{out} cannot be written \(.*give another"):  # noqa: SIM117
+        with folder.lock():
+            pass
 
 
 def test_folders_are_numbered(tmp_path, monkeypatch):
@@ -132,6 +146,17 @@ def test_the_command_on_the_page_makes_the_study_again():
     )  # fmt: skip
     assert new_grid(options) == grid
     assert values["--image-size"] == "8"
+
+
+def test_rates_that_differ_have_names_that_differ():
+    grid = new_grid(StudyOptions(rates="0.12345671,0.12345672,1e-5,1,1.00000001e-5,0.3"))
+    names = [run.name for run in grid.runs() if (run.form, run.seed) == ("none", 0)]
+    assert names == [
+        f"adamw-none-{rate}-0"
+        for rate in ("1e-05", "1.00000001e-05", "0.12345671", "0.12345672", "0.3", "1")
+    ]
+    words = command_of(Plan(settings(data="digits"), grid)).split()
+    assert new_grid(StudyOptions(rates=words[words.index("--rates") + 1])).rates == grid.rates
 
 
 def test_workers_are_the_cores_unless_said():

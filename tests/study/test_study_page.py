@@ -1,5 +1,6 @@
 """study.html: its text, and in a real browser light, dark and on a phone."""
 
+import dataclasses
 import re
 import shutil
 
@@ -8,6 +9,7 @@ import pytest
 from regard.study.figures import band
 from regard.study.page import study_page
 from regard.study.summary import summarise
+from tests.study.conftest import result
 
 COMMAND = "regard study '<img src=x onerror=alert(1)>'"
 
@@ -41,6 +43,22 @@ def test_the_tables_hold_the_figures(page):
     assert "1 of 9" in text
     row = r"no QK norm\|+[^|]+\|+0\.001\|+89\.0% ± 1\.0%"
     assert re.search(row, text), "form, sensitivity, best rate, accuracy there"
+
+
+def test_rates_that_differ_are_told_apart(made_study):
+    settings, grid, _ = made_study(rule)
+    grid = dataclasses.replace(grid, rates=(0.12345671, 0.12345672))
+    results = [result(run, 0.5, 0.9) for run in grid.runs()]
+    made = study_page(summarise(settings, grid, results), results, COMMAND)
+    for words in ("accuracy at 0.12345672", "from 0.12345671 to 0.12345672", "rate 0.12345671"):
+        assert words in made
+
+
+def test_a_study_whose_runs_all_diverged_at_once_has_a_page(made_study):
+    settings, grid, results = made_study(lambda run: {"loss": None, "accuracy": None})
+    for found in results:
+        found["losses"] = [{"step": 10.5, "loss": None}, {"step": 30.5, "loss": None}]
+    assert "9 of 9" in study_page(summarise(settings, grid, results), results, COMMAND)
 
 
 def test_a_band_has_a_gap_where_a_seed_has_no_value():

@@ -73,7 +73,8 @@ def short(value: float, percent: bool = False) -> str:
     if percent:
         return f"{100 * value:.3g}%"
     if value and (abs(value) < 1e-3 or abs(value) >= 1e5):
-        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+        digits, exponent = f"{value:.2e}".split("e")
+        return f"{float(digits):g}e{int(exponent)}"
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 

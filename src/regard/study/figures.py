@@ -6,6 +6,7 @@ from statistics import fmean
 from regard.study.charts import Band, panel
 from regard.study.findings import percent
 from regard.study.forms import NAMES
+from regard.study.plan import word_of
 from regard.study.summary import Cell, Result, Summary
 from regard.views.page import Html, tag
 
@@ -89,7 +90,8 @@ def over_training(
     for result in results:
         groups.setdefault((result["form"], result["rate"]), []).append(values(result))
     every = [v for runs in groups.values() for run in runs for v in run.values() if v is not None]
-    scale = (min(v for v in every if v > 0 or not log), max(every))
+    shown = [v for v in every if v > 0 or not log]  # none where every run diverged at once
+    scale = (min(shown), max(shown)) if shown else ()
     panels = []
     for rate in summary.grid.rates:
         bands = []
@@ -99,7 +101,7 @@ def over_training(
             bands.append(band(form, steps, [[run[step] for run in runs] for step in steps]))
         marks = (1, summary.settings.steps)
         panels.append(
-            panel(f"{title}, rate {rate:g}", bands, width=300, height=200, log_y=log,
+            panel(f"{title}, rate {word_of(rate)}", bands, width=300, height=200, log_y=log,
                   x_marks=marks, y_values=scale, small=True)
         )  # fmt: skip
     columns = f"--columns: {len(panels)}"  # the page scales its letters by it, too

@@ -9,6 +9,7 @@ from statistics import fmean
 
 from regard.study.forms import NAMES
 from regard.study.measures import Comparison, compare
+from regard.study.plan import word_of
 from regard.study.summary import FormSummary, Summary
 
 OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon"}
@@ -42,14 +43,14 @@ def percent(value: float) -> str:
 
 def questions(summary: Summary) -> list[Question]:
     """What is asked of every form."""
-    low, high = min(summary.grid.rates), max(summary.grid.rates)
+    low, high = (word_of(of(summary.grid.rates)) for of in (min, max))
     asked = [
         Question(
-            "sensitivity", f"Over learning rates from {low:g} to {high:g}",
+            "sensitivity", f"Over learning rates from {low} to {high}",
             "the sensitivity to the rate", lambda f: f.sensitivity, number, False,
         ),
         Question(
-            "at the highest rate", f"At the highest rate, {high:g},",
+            "at the highest rate", f"At the highest rate, {high},",
             "held-out accuracy", lambda f: f.highest.accuracy, percent, True,
         ),
         Question(
@@ -57,7 +58,7 @@ def questions(summary: Summary) -> list[Question]:
             "held-out accuracy", lambda f: f.best.accuracy, percent, True,
         ),
         Question(
-            "at the lowest rate", f"At the lowest rate, {low:g},",
+            "at the lowest rate", f"At the lowest rate, {low},",
             "the training loss", lambda f: f.lowest.loss, number, False,
         ),
     ]  # fmt: skip
@@ -170,8 +171,8 @@ def logits_sentence(summary: Summary, optimizer: str) -> str:
     listed = listing(
         [f"{number(fmean(f.highest.largest_logit))} with {NAMES[n]}" for n, f in forms.items()]
     )
-    high = max(summary.grid.rates)
-    return f"The largest attention logit at the rate {high:g} was on average {listed}."
+    high = word_of(max(summary.grid.rates))
+    return f"The largest attention logit at the rate {high} was on average {listed}."
 
 
 def control_sentence(summary: Summary, optimizer: str) -> str | None:

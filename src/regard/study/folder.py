@@ -11,6 +11,7 @@ from regard.errors import InputError
 from regard.files import meaning, read_json, write_json
 from regard.locks import locked
 from regard.study.plan import Grid, Run, Settings
+from regard.study.shapes import check_plan, check_result
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ class StudyFolder:
         with meaning(self.plan_file):
             if values["format"] != 1:
                 raise InputError(f"{self.plan_file} is of another version of regard; update it")
+            check_plan(values)
             return Plan(Settings(**values["settings"]), Grid.from_dict(values["grid"]))
 
     def write_plan(self, plan: Plan, **results: Any) -> None:
@@ -96,25 +98,43 @@ class StudyFolder:
 
     def results(self, grid: Grid) -> list[dict[str, Any]]:
         """The figures of the finished runs of a grid."""
-        found = []
+        found: list[dict[str, Any]] = []
         for run in grid.runs():
             if self.finished(run):
                 result = read_json(self.run_file(run))
                 with meaning(self.run_file(run)):
                     if {name: result[name] for name in vars(run)} != vars(run):
                         raise ValueError("it is of another run")
+                    check_result(result)
+                    if found and layers(result) != layers(found[0]):
+                        raise ValueError("it is of another model")
                 found.append(result)
         return found
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Keep every other study out of this folder; the system frees it with the process."""
-        self.runs.mkdir(parents=True, exist_ok=True)
-        with locked(
-            self.lock_file,
-            lambda holder: f"another study is writing {self}; wait for it, or give another --out",
-        ):
+        with contextlib.ExitStack() as stack:
+            try:
+                self.runs.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(
+                    locked(
+                        self.lock_file,
+                        lambda holder: (
+                            f"another study is writing {self}; wait for it, or give another --out"
+                        ),
+                    )
+                )
+            except OSError as error:
+                raise InputError(
+                    f"{self} cannot be written ({error.strerror or error}); give another --out"
+                ) from None
             yield
+
+
+def layers(result: dict[str, Any]) -> int:
+    """How many attentions were measured in a run."""
+    return len(result["points"][0]["entropy"])
 
 
 def line(**message: Any) -> str:

@@ -9,6 +9,7 @@ from regard.errors import counted
 from regard.study.figures import multiples, over_rates
 from regard.study.findings import OPTIMIZER_NAMES, number, percent, statements
 from regard.study.forms import NAMES
+from regard.study.plan import word_of
 from regard.study.summary import Result, Summary
 from regard.study.tables import comparison_table, form_table
 from regard.views.page import Html, cards, facts, page, section, tag
@@ -136,7 +137,7 @@ def method(summary: Summary, command: str) -> Html:
         ("model", f"{s.model['name']}; {shown}"),
         ("like", s.like),
         ("schedule", f"{s.steps} steps of {s.batch_size} images, warm-up {s.warmup:.0%}, cosine"),
-        ("rates", ", ".join(f"{rate:g}" for rate in g.rates)),
+        ("rates", ", ".join(word_of(rate) for rate in g.rates)),
         ("weight decay", s.weight_decay),
         ("soft cap", f"{s.cap:g} · tanh(logit / {s.cap:g}), without QK norm"),
         ("number format", "float32"),

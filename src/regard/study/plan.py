@@ -38,7 +38,7 @@ class Run:
     @property
     def name(self) -> str:
         """As its file is called, such as adamw-unit-0.01-0."""
-        return f"{self.optimizer}-{self.form}-{self.rate:g}-{self.seed}"
+        return f"{self.optimizer}-{self.form}-{word_of(self.rate)}-{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,12 @@ def rate_of(word: str) -> float:
     if not 0 < rate <= 1000:
         raise InputError(f"the rate {word} is not above 0 and at most 1000")
     return rate
+
+
+def word_of(rate: float) -> str:
+    """A rate that `rate_of` reads back to the same bits: as 0.001 and 1e-05 where that does."""
+    short = f"{rate:g}"
+    return short if float(short) == rate else repr(rate)
 
 
 def form_of(word: str) -> str:

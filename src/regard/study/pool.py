@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import regard
-from regard.errors import duration
+from regard.errors import InputError, duration
 from regard.runs.stop import Interrupted, StopSignal
 from regard.study.folder import StudyFolder, line
 from regard.study.plan import Run
@@ -34,7 +34,7 @@ def run_all(
 
     Each finished run is in the folder before `progress` hears of it, so whatever ends this
     process, only runs under way are lost. Idle workers are given the next run in order. Raises
-    `Interrupted` soon after SIGINT or SIGTERM.
+    `Interrupted` soon after SIGINT or SIGTERM, and what a worker refuses as `InputError`.
     """
     waiting = list(reversed(runs))
     under_way: dict[int, int] = {}
@@ -49,6 +49,8 @@ def run_all(
             message: dict[str, Any] = (
                 json.loads(text) if text else {"failed": "it ended by itself\n"}
             )
+            if "refused" in message:
+                raise InputError(message["refused"])
             if "failed" in message:
                 await_signal(stop)
                 raise WorkerFailed(f"a worker of the study failed:\n{message['failed']}")

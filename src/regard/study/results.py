@@ -7,6 +7,7 @@ from regard.files import write_text
 from regard.runs.metrics import to_csv
 from regard.study.folder import Plan, StudyFolder
 from regard.study.page import study_page
+from regard.study.plan import word_of
 from regard.study.summary import Summary
 
 
@@ -45,7 +46,7 @@ def command_of(plan: Plan) -> str:
     """The command that makes this study."""
     s, g = plan.settings, plan.grid
     options: dict[str, Any] = {
-        "rates": ",".join(f"{rate:g}" for rate in g.rates),
+        "rates": ",".join(word_of(rate) for rate in g.rates),
         "forms": ",".join(g.forms),
         "seeds": g.seeds,
         "optimizer": ",".join(g.optimizers),
@@ -56,7 +57,7 @@ def command_of(plan: Plan) -> str:
         "images": s.most_images,
     }
     height, width = s.model["image_size"]
-    own = ["--like", s.like] if s.like else [
+    own = ["--like", s.like] if s.like is not None else [
         s.data, "--model", s.model["name"], "--image-size", str(height), str(width),
     ]  # fmt: skip
     words = ["regard", "study", *own, *(w for k, v in options.items() for w in (f"--{k}", str(v)))]

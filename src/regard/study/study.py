@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from regard.devices import pick_device
 from regard.errors import InputError, counted
 from regard.images import Data, Preprocess, open_data
@@ -82,17 +84,23 @@ def prepare(
     if options.like is not None:
         data, model, preprocess, batch_size = of_run(options)
     else:
-        data = open_data(options.data or "digits")
-        size = options.image_size or ((8, 8) if data.name == "digits" else (side_for(data),) * 2)
+        data = open_data("digits" if options.data is None else options.data)
+        size = options.image_size
+        if size is None:
+            size = (8, 8) if data.name == "digits" else (side_for(data),) * 2
+        name = options.model
+        if name is None:
+            name = f"simple-vit-nano/{max(4, min(size) // 8)}"
         preprocess = Preprocess(size=size, channels=data.channels)
         model = {
-            "name": options.model or f"simple-vit-nano/{max(4, min(size) // 8)}",
+            "name": name,
             "num_classes": len(data.classes),
             "image_size": list(size),
             "channels": data.channels,
         }
         batch_size = DEFAULTS["batch_size"]
-    create(**model, qk_norm=None)  # a model without QK norm is refused here, not in a worker
+    # What workers would refuse is refused here: a model without QK norm, a batch too small for it.
+    built = create(**model, qk_norm=None)
     most = asked(options, "images")
     if most < 2:
         raise InputError(f"images is {most}; give at least 2")
@@ -100,9 +108,10 @@ def prepare(
     batch_size = min(batch_size, len(pictures.labels))
     if options.batch_size is not None:
         batch_size = options.batch_size
+    refuse_single(built, model["name"], batch_size)
     settings = Settings(
         data=data.name,
-        like=str(options.like) if options.like else None,
+        like=None if options.like is None else str(options.like),
         fingerprint=data.fingerprint,
         classes=len(data.classes),
         most_images=most,
@@ -119,15 +128,25 @@ def prepare(
     return settings, pictures
 
 
+def refuse_single(model: nn.Module, name: str, batch_size: int) -> None:
+    """Refuse batches of one image for a model with batch norms."""
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    if batch_size < 2 and any(isinstance(module, norms) for module in model.modules()):
+        raise InputError(
+            f"batch_size is {batch_size}; {name} has batch norms, which need 2 images or more in "
+            "training: give a larger batch size"
+        )
+
+
 def continued(options: StudyOptions, settings: Settings) -> StudyOptions:
     """The options of a resumed study, where what is not given is as it was."""
-    like = Path(settings.like) if settings.like else None
+    like = None if settings.like is None else Path(settings.like)
     size = settings.model["image_size"]
     was: dict[str, Any] = {
-        "data": None if like else settings.data,
+        "data": None if like is not None else settings.data,
         "like": like,
-        "model": None if like else settings.model["name"],
-        "image_size": None if like else (size[0], size[1]),
+        "model": None if like is not None else settings.model["name"],
+        "image_size": None if like is not None else (size[0], size[1]),
         "images": settings.most_images,
         "steps": settings.steps,
         "batch_size": settings.batch_size,

@@ -5,22 +5,23 @@ from statistics import fmean, stdev
 
 from regard.study.findings import comparisons, number, percent, questions
 from regard.study.forms import NAMES
+from regard.study.plan import word_of
 from regard.study.summary import Summary
 from regard.views.page import Html, table, tag
 
 
 def form_table(summary: Summary, optimizer: str) -> Html:
     """One row a form."""
-    high, low = max(summary.grid.rates), min(summary.grid.rates)
+    high, low = (word_of(of(summary.grid.rates)) for of in (max, min))
     columns = [
-        "form", "sensitivity", "best rate", "accuracy there", f"accuracy at {high:g}",
-        f"loss at {low:g}", f"largest logit at {high:g}", f"entropy at {high:g}", "diverged",
+        "form", "sensitivity", "best rate", "accuracy there", f"accuracy at {high}",
+        f"loss at {low}", f"largest logit at {high}", f"entropy at {high}", "diverged",
     ]  # fmt: skip
     rows = [
         (
             NAMES[form],
             spread(found.sensitivity, number),
-            f"{found.best_rate:g}",
+            word_of(found.best_rate),
             spread(found.best.accuracy, percent),
             spread(found.highest.accuracy, percent),
             spread(found.lowest.loss, number),

@@ -22,6 +22,7 @@ from regard.images import Preprocess
 from regard.images.keys import permutation
 from regard.record import attention_health
 from regard.runs.optimizer import build_optimizers, set_rate
+from regard.runs.reference import calibrate, initialise, spread, takes_statistics
 from regard.runs.schedule import rate
 from regard.study.forms import build
 from regard.study.pictures import Pictures
@@ -49,6 +50,8 @@ def trial(
     device = pictures.images.device
     preprocess = Preprocess.from_dict(settings.preprocess)
     model = build(run.form, settings.model, run.seed).to(device).train()
+    reference = reference_of(model, pictures, preprocess)
+    initialise(model, reference)
     optimizers = build_optimizers(model, run.optimizer, run.rate, settings.weight_decay)
     losses = torch.full((settings.steps,), math.nan, device=device)
     points: list[dict[str, Any]] = []
@@ -75,16 +78,24 @@ def trial(
                 break
         if due(step, settings.steps, CHECKS):
             some = (pictures.val_images[:MOST_CHECKED], pictures.val_labels[:MOST_CHECKED])
+            calibrate(model, reference)
             accuracy, held_out_loss = held_out(model, preprocess, *some)
             checks.append({"step": step + 1, "accuracy": accuracy, "loss": finite(held_out_loss)})
     return {
         **vars(run),
-        **outcome(model, preprocess, pictures, losses),
+        **outcome(model, preprocess, pictures, losses, reference),
         "losses": smoothed(losses.tolist()),
         "points": points,
         "checks": checks,
         "seconds": round(time.perf_counter() - began, 3),
     }
+
+
+def reference_of(model: nn.Module, pictures: Pictures, preprocess: Preprocess) -> Tensor | None:
+    """Training images from all over, for a model that takes statistics; else None."""
+    if not takes_statistics(model):
+        return None
+    return preprocess.normalise(pictures.images[spread(len(pictures.images))])
 
 
 def batch_at(step: int, images: int, size: int, seed: int) -> np.ndarray:
@@ -139,7 +150,11 @@ def held_out(
 
 
 def outcome(
-    model: nn.Module, preprocess: Preprocess, pictures: Pictures, losses: Tensor
+    model: nn.Module,
+    preprocess: Preprocess,
+    pictures: Pictures,
+    losses: Tensor,
+    reference: Tensor | None,
 ) -> dict[str, Any]:
     """The losses at both ends, and the accuracy of the finished model."""
     broken = torch.nonzero(~torch.isfinite(losses)).flatten()
@@ -151,6 +166,7 @@ def outcome(
         "diverged_at": int(broken[0]) + 1 if len(broken) else None,
     }
     if not len(broken):
+        calibrate(model, reference)
         accuracy, loss = held_out(model, preprocess, pictures.val_images, pictures.val_labels)
         # The rate is almost 0 in the last tenth: it is one model, measured on many batches.
         final = float(losses[-max(1, len(losses) // 10) :].mean())

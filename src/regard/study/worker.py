@@ -17,6 +17,7 @@ from typing import TextIO
 
 import torch
 
+from regard.errors import RegardError
 from regard.study.folder import StudyFolder, line
 from regard.study.pictures import Pictures
 from regard.study.plan import Run
@@ -39,6 +40,9 @@ def serve(folder: StudyFolder, device: torch.device, tasks: TextIO, answers: Tex
             folder.write_run(run, result)
         except BrokenPipeError:
             raise
+        except RegardError as error:
+            tell(refused=str(error))
+            return
         except Exception:
             tell(failed=traceback.format_exc())
             return
