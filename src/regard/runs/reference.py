@@ -21,11 +21,16 @@ def reference_images(model: nn.Module, data: Data, preprocess: Preprocess) -> Te
     if not takes_statistics(model):
         return None
     split = data.splits["train"]
-    spread = range(0, len(split), max(1, len(split) // COUNT))
-    positions = split.sample(COUNT).tolist() if split.source.streamed else spread
+    positions = split.sample(COUNT).tolist() if split.source.streamed else spread(len(split))
     # What cannot be read is named by the scan, and by the batch that meets it.
     found = itertools.islice(readable(split, positions), COUNT)
     return torch.stack([preprocess(picture) for _, picture in found])
+
+
+def spread(images: int) -> list[int]:
+    """At most `COUNT` positions, evenly over all: images often stand class by class."""
+    some = min(images, COUNT)
+    return [i * images // some for i in range(some)]
 
 
 def takes_statistics(model: nn.Module) -> bool:
