@@ -5,6 +5,7 @@ kept, and a later call with the same shapes, dtypes and devices looks it up.
 """
 
 import functools
+import math
 import numbers
 import sys
 from typing import Any, NamedTuple, cast
@@ -107,7 +108,8 @@ def checked_scale(scale: Any) -> float:
     if isinstance(scale, torch.SymFloat):
         return cast(float, scale)
     real = isinstance(scale, (int, float, numbers.Real)) and not isinstance(scale, bool)
-    if not (real and -LARGEST <= scale <= LARGEST):
+    fits = real and not (isinstance(scale, numbers.Rational) and abs(scale) > LARGEST)
+    if not (fits and math.isfinite(scale)):
         raise InputError(f"scale={scale!r}: give a finite number, or None for 1/√d")
     return float(scale)
 
