@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from regard import InputError
 from regard.record import record
@@ -159,3 +160,35 @@ def test_weights_and_logits_both_written_over_are_refused_where_they_are_wanted(
     assert list(seen) == ["1"]
     assert torch.equal(out, model(x))
     np.testing.assert_allclose(seen["1"].weights, by_hand(model[0](x))[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_logit_that_overflowed_is_told(value):
+    class Written(nn.Module):
+        def forward(self, x):
+            s = (x @ x.mT).clone()
+            s[0, 0, 0, 0] = value
+            return s.softmax(-1) @ x
+
+    model = Written()
+    with record(model, keep="largest_logit") as seen:
+        model(torch.randn(2, 1, 4, 4))
+    found = seen["Written"].largest_logit
+    assert found[0, 0] == torch.inf if value == torch.inf else found[0, 0].isnan()
+    assert found[1].isfinite().all()
+
+
+def test_writes_over_other_tensors_are_none_of_these():
+    class Written(nn.Module):
+        def forward(self, x):
+            a = (x @ x.mT).softmax(-1)
+            x.clone().relu_()
+            return a @ x
+
+    model, x = Written(), torch.randn(2, 1, 4, 4)
+    with torch.inference_mode(), record(model) as seen:
+        model(x)
+    torch.testing.assert_close(seen["Written"].weights, (x @ x.mT).softmax(-1))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode(), record(model) as seen:
+        model(torch.randn(2, 1, 4, 4))
+    assert seen["Written"].weights.shape == (2, 1, 4, 4)

@@ -50,11 +50,11 @@ class Unfolded(nn.Module):
 
 @pytest.mark.parametrize("patches", [Unfolded(), nn.Conv2d(3, 8, 4, 4)])
 @pytest.mark.parametrize("extra", [0, 1, 5])
-def test_a_foreign_model_that_leaves_tokens_out_has_no_known_grid(patches, extra):
+def test_a_foreign_model_that_leaves_tokens_out_in_training_has_no_known_grid(patches, extra):
     images = torch.randn(2, 3, 32, 32)
 
     def tokens(keep):
-        model = Foreign(patches, keep, extra).eval()
+        model = Foreign(patches, keep, extra).train()
         with record(model) as seen:
             model(images)
         return seen["layer.self_attn"].keys
@@ -67,9 +67,35 @@ def test_a_foreign_model_that_leaves_tokens_out_has_no_known_grid(patches, extra
 def test_many_tokens_beside_a_grid_are_extra_only_where_the_model_says_so():
     plain, said = nn.Module(), nn.Module()
     said.num_prefix_tokens = 17
-    assert with_grid(16 + 8, (4, 4), plain) == Tokens(24, (4, 4), 8)
-    assert with_grid(16 + 9, (4, 4), plain) == Tokens(25)
+    assert with_grid(16 + 16, (4, 4), plain) == Tokens(32, (4, 4), 16)
+    assert with_grid(16 + 17, (4, 4), plain) == Tokens(33)
     assert with_grid(16 + 17, (4, 4), said) == Tokens(33, (4, 4), 17)
+
+
+def test_a_grid_given_outright_may_leave_as_many_extra_tokens_as_places():
+    model = Foreign(nn.Conv2d(3, 8, 8, 8), extra=12).eval()
+    with record(model, grid=(4, 4)) as seen:
+        model(torch.randn(2, 3, 32, 32))
+    assert seen["layer.self_attn"].keys == Tokens(28, (4, 4), 12)
+
+
+def test_stages_that_halve_the_tokens_have_their_grids():
+    class Stages(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+            self.second = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+
+        def forward(self, images):
+            x = nn.functional.unfold(images, 4, stride=4).mT[..., :8]
+            x = self.first(x).unflatten(1, (4, 2, 4, 2)).mean((2, 4)).flatten(1, 2)
+            return self.second(x).mean(1)
+
+    model = Stages().eval()
+    with record(model) as seen:
+        model(torch.randn(2, 3, 32, 32))
+    grids = [attention.keys for attention in seen.layers()]
+    assert grids == [Tokens(64, (8, 8)), Tokens(16, (4, 4))]
 
 
 def test_a_grid_that_no_attention_is_over_is_refused():
@@ -145,7 +171,8 @@ def test_heads_merged_into_the_batch_are_taken_apart(how):
 
 
 @pytest.mark.parametrize("core", [nn.functional.scaled_dot_product_attention, attend])
-def test_windows_merged_into_the_batch_are_no_heads(core):
+@pytest.mark.parametrize("width", [8, 16])  # a window has 16 tokens
+def test_windows_merged_into_the_batch_are_no_heads(core, width):
     class Windows(nn.Module):
         def forward(self, x):  # b (w n) c -> (b w) n c
             windows = x.unflatten(1, (4, -1)).flatten(0, 1)
@@ -154,12 +181,30 @@ def test_windows_merged_into_the_batch_are_no_heads(core):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed = nn.Conv2d(3, 8, 4, 4)
+            self.embed = nn.Conv2d(3, width, 4, 4)
+            self.project = nn.Linear(width, width)
             self.windows = Windows()
 
         def forward(self, images):
-            return self.windows(self.embed(images).flatten(2).mT)
+            return self.windows(self.project(self.embed(images).flatten(2).mT))
 
     model = Model()
     with pytest.raises(InputError, match="windows attends within windows"), record(model):
+        model(torch.randn(2, 3, 32, 32))
+
+
+def test_views_merged_into_the_batch_are_no_heads():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Conv2d(3, 8, 4, 4)
+            self.attention = nn.Linear(8, 24)
+
+        def forward(self, images):
+            x = self.embed(images).flatten(2).mT
+            q, k, v = self.attention(torch.cat([x, x.flip(1)])).chunk(3, -1)
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+
+    model = Views()
+    with pytest.raises(InputError, match="Views attends within windows"), record(model):
         model(torch.randn(2, 3, 32, 32))

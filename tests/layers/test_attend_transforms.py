@@ -95,6 +95,16 @@ def test_compiles_in_one_graph(kernel):
         torch.testing.assert_close(compiled(*inputs), eager)
 
 
+def test_a_scale_that_is_read_from_a_tensor_breaks_no_graph():
+    def function(q, scale):
+        return attend(q, q, q, scale=scale.item())
+
+    q, scale = torch.randn(1, 2, 6, 4), torch.tensor(0.4)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(function, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(q, scale), function(q, scale))
+
+
 class Module(torch.nn.Module):
     def forward(self, q, k, v):
         return attend(q, k, v, scale=0.3)

@@ -71,8 +71,19 @@ def test_a_name_that_is_no_text_is_refused():
         InputError, match=r"cannot hold: '\\ud800\.k\.bias' \(no name of a tensor\)"
     ):
         convert({k.replace("mid", "\ud800"): t for k, t in block().items()}, "ldm")
-    with pytest.raises(InputError, match="no tensor by name under 'epoch', 3; leave out"):
+    with pytest.raises(InputError, match="no tensor by name under 'epoch', 3; leave them out"):
         convert(block() | {3: torch.ones(1), "epoch": 1}, "ldm")
+    found = convert(block() | {3: torch.ones(1), "epoch": 1}, "ldm", rest="drop")
+    assert set(found) == set(convert(block(), "ldm"))
+
+
+def test_the_target_says_which_of_our_models_is_meant():
+    ours = {f"mid.{k}": t for k, t in PixelAttention(32, 1, 32).state_dict().items()}
+    both = vit() | ours
+    told = {"num_heads": 1, "num_groups": 32, "eps": 1e-6, "rest": "drop"}
+    assert all(key.startswith("mid.") for key in convert(both, "regard", "ldm", **told))
+    with pytest.raises(InputError, match="a SimpleViT cannot become 'ldm'"):
+        convert(vit(), "regard", "ldm")
 
 
 @pytest.mark.parametrize("source", ["regard", "vit-pytorch-qk"])

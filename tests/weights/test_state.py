@@ -140,3 +140,12 @@ def test_refuses_an_entry_of_a_flat_file(tmp_path):
     write_weights(tmp_path / "a.safetensors", STATE)
     with pytest.raises(InputError, match=r"entry='ema': .* is flat"):
         read_state(tmp_path / "a.safetensors", "ema")
+
+
+def test_a_dictionary_held_at_several_places_is_read_by_each_of_its_paths(tmp_path):
+    shared = {"model": dict(STATE), "a.b": {"c": dict(STATE)}}
+    torch.save({"best": shared, "last": shared}, tmp_path / "a.pt")
+    for entry in ("best.model", "last.model", "last.a.b.c"):
+        assert read_state(tmp_path / "a.pt", entry).keys() == STATE.keys()
+    with pytest.raises(InputError, match=r"no tensors under 'last\.modem'"):
+        read_state(tmp_path / "a.pt", "last.modem")

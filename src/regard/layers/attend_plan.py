@@ -8,6 +8,7 @@ import functools
 import math
 import numbers
 import sys
+from fractions import Fraction
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -105,11 +106,11 @@ _kept = functools.lru_cache(maxsize=4096)(_make)
 
 def checked_scale(scale: Any) -> float:
     """`scale` as a finite number; a tensor, which would lose its gradient, is none."""
-    if isinstance(scale, torch.SymFloat):
-        return cast(float, scale)
+    if isinstance(scale, torch.SymFloat) or torch.compiler.is_compiling():
+        return cast(float, scale)  # a guard on it would break the graph
     real = isinstance(scale, (int, float, numbers.Real)) and not isinstance(scale, bool)
-    fits = real and not (isinstance(scale, numbers.Rational) and abs(scale) > LARGEST)
-    if not (fits and math.isfinite(scale)):
+    whole = isinstance(scale, (int, Fraction))  # of any size
+    if not real or (whole and not -LARGEST <= scale <= LARGEST) or not math.isfinite(scale):
         raise InputError(f"scale={scale!r}: give a finite number, or None for 1/√d")
     return float(scale)
 

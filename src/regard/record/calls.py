@@ -101,9 +101,9 @@ class Call:
     def without_keys(self) -> Tensor | None:
         """Which queries (b · g, n, 1) may attend to no key; None where each may to some."""
         b, g, n, _ = self.shape
-        if self.weights is not None:
-            return self.weights[..., :1].isnan().flatten(0, 1)
         made = self.logits if self.logits is not None else self.mask
+        if made is None and self.weights is not None:
+            return self.weights[..., :1].isnan().flatten(0, 1)
         if made is None:
             return None
         return (made.amax(-1, keepdim=True) == -torch.inf).expand(b, g, n, 1).flatten(0, 1)

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from regard.record.calls import Call
-from regard.record.tokens import Tokens, find_layout, with_grid
+from regard.record.tokens import Tokens, find_layout, given_grid
 
 Size = tuple[int, int]
 
@@ -21,7 +21,8 @@ class Places:
         self.images: Tensor | None = None
         self.batch: int | None = None
         self._maps: dict[Size, None] = {}
-        self._counts: set[int] = set()  # of tokens or pixels of an image, in any order of axes
+        self._counts: set[int] = set()  # of tokens or pixels of an image
+        self._batches: set[int] = set()  # sizes of other batches of sequences than of the images
         self._longest = 0
         self._layouts: dict[Any, Tokens] = {}
 
@@ -29,6 +30,7 @@ class Places:
         """Forget the last call of the model: it was given `first`."""
         self._maps.clear()
         self._counts.clear()
+        self._batches.clear()
         self._longest = 0
         self._layouts.clear()
         self.images = as_map(first)
@@ -40,7 +42,7 @@ class Places:
         if given_map is not None and self._more_pictures(given_map):
             self.images, self.batch = given_map, given_map.shape[0]
         if first is not None:
-            self._count(first)
+            self.note(first)
         return None if given_map is None else map_size(given_map)
 
     def _more_pictures(self, given: Tensor) -> bool:
@@ -52,7 +54,7 @@ class Places:
         """Note what a module returned."""
         if not isinstance(output, Tensor):
             return
-        self._count(output)
+        self.note(output)
         if output.ndim != 4:
             return
         size = map_size(output)
@@ -63,20 +65,20 @@ class Places:
         if isinstance(module, nn.Conv2d) and not full:
             self._longest = max(self._longest, size[0] * size[1])
 
-    def _count(self, x: Tensor) -> None:
-        if x.ndim not in (3, 4) or x.shape[0] != self.batch:
-            return
-        _, *sizes = x.shape
-        if x.ndim == 3:
-            self._counts.update(sizes)
-            self._longest = max(self._longest, sizes[0])
-        else:
-            self._counts |= {sizes[0] * sizes[1], sizes[1] * sizes[2]}
+    def note(self, x: Tensor) -> None:
+        """Note the sizes of a sequence (b, n, c), or of a map."""
+        if x.ndim == 3 and x.shape[0] != self.batch:
+            self._batches.add(x.shape[0])
+        elif x.ndim == 3:
+            self._counts.add(x.shape[1])
+            self._longest = max(self._longest, x.shape[1])
+        elif x.ndim == 4 and x.shape[0] == self.batch:
+            self._counts.add(x.shape[2] * x.shape[3])
 
     def layout(self, count: int, enclosing: Sequence[Size | None]) -> Tokens:
         """The layout of `count` tokens, within modules that were given `enclosing` maps."""
         if self.grid is not None:
-            return with_grid(count, self.grid, self.model)
+            return given_grid(count, self.grid, self.model)
         key = count, tuple(enclosing), tuple(self._maps), self._longest
         if key not in self._layouts:
             self._layouts[key] = find_layout(
@@ -84,23 +86,24 @@ class Places:
             )
         return self._layouts[key]
 
-    def of_images(self, call: Call, enclosing: Sequence[Size | None]) -> Call | None:
-        """The call with heads that were merged into the batch taken apart; None for what is no
-        attention over the images' tokens.
+    def of_images(self, call: Call) -> Call | None:
+        """The call with heads that were merged into the batch taken apart; None for a softmax that
+        is no attention over the images' tokens.
         """
         if call.merged and self.batch is not None:
             whole = call.shape[0] % self.batch == 0
-            if whole and (call.q is None or self._are_heads(call, enclosing)):
+            if whole and (call.q is None or self._are_heads(call)):
                 return call.apart(self.batch)
             if call.q is None:
                 return None
         return call
 
-    def _are_heads(self, call: Call, enclosing: Sequence[Size | None]) -> bool:
-        """Whether heads are merged into the batch, not windows: queries are all of an image."""
+    def _are_heads(self, call: Call) -> bool:
+        """Whether heads are merged into the batch, not windows or views: queries are all of an
+        image, and no module was given sequences in such a batch.
+        """
         b, _, n, _ = call.shape
-        known = n in self._counts or self.layout(n, enclosing).grid is not None
-        return known or b == self.batch
+        return b == self.batch or (n in self._counts and b not in self._batches)
 
 
 def as_map(x: Tensor | None) -> Tensor | None:

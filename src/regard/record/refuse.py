@@ -10,7 +10,7 @@ from torch import nn
 
 from regard.errors import InputError, nearest
 from regard.record.reductions import KINDS
-from regard.record.tokens import MOST_EXTRA, Tokens
+from regard.record.tokens import Tokens
 
 # Classes, by name, whose weights are over shifted windows and no map of the image.
 WINDOWED = ("ShiftedWindowAttention", "ShiftedWindowAttentionV2", "WindowAttention")
@@ -78,7 +78,8 @@ def check_grid(grid: tuple[int, int] | None, layouts: Iterable[Tokens]) -> None:
     counts = ", ".join(str(n) for n in dict.fromkeys(layout.count for layout in layouts))
     raise InputError(
         f"grid={grid} has {grid[0] * grid[1]} places, and attention is over {counts} tokens; give "
-        f"a grid of as many places, or of up to {MOST_EXTRA} fewer, which are then extra tokens"
+        "a grid of as many places, or of fewer where the others, which are then extra tokens, are "
+        "no more than the places"
     )
 
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from regard.errors import InputError
 
-# More tokens than these beside a grid are no class token and registers but another grid, unless
-# the model says that it has so many.
-MOST_EXTRA = 8
+# More tokens than these beside a grid that was found are no class token and registers but another
+# grid, unless the model says that it has so many.
+MOST_EXTRA = 16
 
 # Modules (by Python module) whose extra tokens stand after the grid; elsewhere they lead.
 EXTRA_LAST = ("vit_pytorch.simple_vit_with_register_tokens",)
@@ -59,10 +59,21 @@ class Tokens:
 
 
 def with_grid(count: int, grid: tuple[int, int], model: nn.Module) -> Tokens:
-    """Lay `count` tokens on a grid given outright; without one if they are too few or too many."""
-    extra = count - grid[0] * grid[1]
+    """Lay `count` tokens on a grid that was found; without one if they are too few or too many."""
     stated = getattr(model, "num_prefix_tokens", 0)
-    if not 0 <= extra <= max(MOST_EXTRA, stated if isinstance(stated, int) else 0):
+    most = max(MOST_EXTRA, stated if isinstance(stated, int) else 0)
+    return laid(count, grid, model, most)
+
+
+def given_grid(count: int, grid: tuple[int, int], model: nn.Module) -> Tokens:
+    """Lay `count` tokens on a grid given outright; without one if fewer than half are on it."""
+    return laid(count, grid, model, grid[0] * grid[1])
+
+
+def laid(count: int, grid: tuple[int, int], model: nn.Module, most: int) -> Tokens:
+    """`count` tokens on a grid, where 0 to `most` are beside it."""
+    extra = count - grid[0] * grid[1]
+    if not 0 <= extra <= most:
         return Tokens(count)
     return Tokens(count, grid, 0 if type(model).__module__ in EXTRA_LAST else extra)
 
@@ -79,11 +90,12 @@ def find_layout(
 
     In this order: the map (h, w) given to the innermost enclosing module that has exactly
     `count` pixels; the latest feature map `seen` that has; the model's own `patch_size`; the
-    latest feature map that leaves at most 8 extra tokens; the largest grid of square patches that
-    divide the image and leave at most 8 extra, and twice as many places. The last is a guess, made
-    where the model has no `patch_size` and no sequence was longer before (`longest`): one that
-    lost tokens, as by patch dropout, is no whole grid. A model's `num_prefix_tokens` must agree
-    with the number of extra tokens. Where nothing fits the grid stays unknown.
+    latest feature map that leaves at most 16 extra tokens; the largest grid of square patches that
+    divide the image and leave at most 16 extra, at most half as many as places. The last is a
+    guess, made in training only where the model has no `patch_size` and no sequence before had
+    more tokens than these (`longest`): one that lost some, as by patch dropout, is no whole grid.
+    A model's `num_prefix_tokens` must agree with the number of extra tokens. Where nothing fits
+    the grid stays unknown.
     """
     if count == 1:
         return Tokens(count)  # one query that pools a grid, no grid of one place
@@ -92,7 +104,8 @@ def find_layout(
         if grid is not None and grid[0] * grid[1] == count:
             return Tokens(count, grid)
     stated = _patch_grid(model, images)
-    guesses = _square_grids(count, images) if not stated and count >= longest else ()
+    whole = not model.training or (not stated and count >= longest)
+    guesses = _square_grids(count, images) if whole else ()
     for grid in chain(stated, latest, guesses):
         layout = with_grid(count, grid, model)
         expected = getattr(model, "num_prefix_tokens", layout.extra)

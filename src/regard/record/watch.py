@@ -132,6 +132,8 @@ class Watch(TorchFunctionMode):
             self._report(self._stack[-1][0], fused_call(out, *args, **kwargs))
         elif func in SOFTMAXES:
             self._softmax = Softmax.of(out, *args, **kwargs)
+        elif func is torch.nn.functional.linear:
+            self.places.note(out)
         elif self._softmax is not None:
             self._softmax = after_writes(self._softmax, func, args, kwargs)
             if is_product(func):
@@ -168,7 +170,7 @@ class Watch(TorchFunctionMode):
     def _report(self, name: str, call: Call) -> None:
         enclosing = tuple(size for _, size in self._stack)
         with undisturbed(call.v.device.type):
-            own = self.places.of_images(call.without_graph(), enclosing)
+            own = self.places.of_images(call.without_graph())
             if own is None:
                 return
             b, _, n, m = own.shape

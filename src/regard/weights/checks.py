@@ -49,7 +49,10 @@ def check_names(tensors: Mapping[Any, Any]) -> None:
     """Refuse what is no dictionary of tensors by name."""
     odd = [repr(key) for key, value in tensors.items() if not is_named_tensor(key, value)]
     if odd:
-        raise InputError(f"the state dict holds no tensor by name under {listing(odd)}; leave out")
+        raise InputError(
+            f"the state dict holds no tensor by name under {listing(odd)}; leave them out, or give "
+            "rest='drop' (--rest drop)"
+        )
 
 
 def is_named_tensor(key: Any, value: Any) -> bool:

@@ -12,6 +12,7 @@ from regard.weights.checks import (
     add_rest,
     check_names,
     check_values,
+    is_named_tensor,
     listing,
     refuse_other_vits,
 )
@@ -46,14 +47,24 @@ def convert_weights(
     beside: Beside | None = None,
 ) -> Conversion:
     """`convert`, with what travels beside the tensors before and after."""
-    check_names(state_dict)
+    if facts.rest != "drop":
+        check_names(state_dict)
+    state_dict = {key: value for key, value in state_dict.items() if is_named_tensor(key, value)}
     if source == "auto":
         source = detect(state_dict, facts)
     if source == target:
         raise InputError(f"source and target are both {source}: there is nothing to convert")
-    if source in ANCHORS and (source not in LAYOUTS or find_vits(state_dict, source)):
+    if is_vit(state_dict, source, target):
         return convert_vits(state_dict, source, target, facts)
     return convert_blocks(state_dict, source, target, facts, beside or Beside())
+
+
+def is_vit(tensors: Mapping[str, Tensor], source: str, target: str) -> bool:
+    """Whether SimpleViTs are to be converted; where there are blocks too, the target says which."""
+    if source not in ANCHORS or source not in LAYOUTS:
+        return source in ANCHORS
+    only = not blocks.find_blocks(tensors, LAYOUTS[source])
+    return bool(find_vits(tensors, source)) and (target in ANCHORS or only)
 
 
 def detect(tensors: Mapping[str, Tensor], facts: Facts) -> str:

@@ -128,6 +128,9 @@ def choose_entry(value: Any, entry: str | None, path: Path) -> dict[str, Tensor]
     """The dictionary of tensors in a checkpoint: the one there is, or the one named."""
     found = dict(tensor_dicts(value))
     if entry is not None:
+        inner = at(value, entry)  # a dictionary held at several places is found at the first alone
+        if entry not in found and isinstance(inner, Mapping) and is_state(inner):
+            return dict(inner)
         if entry not in found:
             names = [brief(name, 120) for name in found]
             raise InputError(f"{path} has no tensors under {entry!r}; {nearest(entry, names)}")
@@ -139,6 +142,22 @@ def choose_entry(value: Any, entry: str | None, path: Path) -> dict[str, Tensor]
             f"{path} holds {len(found)} dictionaries of tensors ({first(found)}); name one"
         )
     return next(iter(found.values()))
+
+
+def at(value: Any, path: str) -> Any:
+    """What a checkpoint holds at a path; None where there is nothing."""
+    for key, held in value.items() if isinstance(value, Mapping) else ():
+        rest = path.removeprefix(str(key))
+        if rest == "":
+            return held
+        if rest != path and rest[0] == "." and (found := at(held, rest[1:])) is not None:
+            return found
+    return None
+
+
+def is_state(held: Mapping[Any, Any]) -> bool:
+    """Whether a dictionary holds nothing but tensors by name."""
+    return all(isinstance(k, str) and isinstance(v, Tensor) for k, v in held.items())
 
 
 def tensor_dicts(value: Any) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -153,7 +172,7 @@ def tensor_dicts(value: Any) -> Iterator[tuple[str, dict[str, Tensor]]]:
         name, held = waiting.pop()
         if not isinstance(held, Mapping) or not held or id(held) in entered:
             continue
-        if all(isinstance(k, str) and isinstance(v, Tensor) for k, v in held.items()):
+        if is_state(held):
             yield name, dict(held)
             continue
         entered.add(id(held))
