@@ -70,8 +70,8 @@ PRESETS = {
         source="whitened stem, alternating flips, small shifts, Muon at a high rate: airbench94 "
         "(Jordan 2024, arXiv 2404.00498); our figures are in docs/results.md",
         minutes="an hour and a half for 45,000 images on 2 cores without bfloat16",
-        score="86% of CIFAR-10 after 20 minutes of it there, 88% with pixel-resnet-nano; not yet "
-        "measured to its end",
+        score="89% of CIFAR-10 (docs/results.md); planned for 20 minutes there 86%, 88% with "
+        "pixel-resnet-nano",
         values={
             "model": "pixel-resnet-s",
             "epochs": 12,
