@@ -149,3 +149,6 @@ def test_a_dictionary_held_at_several_places_is_read_by_each_of_its_paths(tmp_pa
         assert read_state(tmp_path / "a.pt", entry).keys() == STATE.keys()
     with pytest.raises(InputError, match=r"no tensors under 'last\.modem'"):
         read_state(tmp_path / "a.pt", "last.modem")
+    torch.save({"model": {}, "ema": dict(STATE)}, tmp_path / "b.pt")
+    with pytest.raises(InputError, match=r"no tensors under 'model'; nearest: ema"):
+        read_state(tmp_path / "b.pt", "model")

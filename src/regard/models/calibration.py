@@ -19,9 +19,8 @@ def take_statistics(model: nn.Module, images: Tensor, answer: Callable[[Tensor],
     Batches of about 256 are normed by themselves, as in training, and their means and variances
     averaged (Wu & Johnson 2021, arXiv 2105.07576). The result depends on weights and images only.
     """
-    chunks = images.tensor_split(max(1, math.ceil(len(images) / CALIBRATION_BATCH)))
     check_finite(images)
-    if any(len(chunk) < 2 for chunk in chunks):
+    if len(images) < 2:
         raise InputError(f"{len(images)} images to take statistics from; give 2 or more")
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     momenta, training = [norm.momentum for norm in norms], model.training
@@ -30,7 +29,7 @@ def take_statistics(model: nn.Module, images: Tensor, answer: Callable[[Tensor],
         norm.momentum = None  # the plain average over calls
     model.train()
     try:
-        for chunk in chunks:
+        for chunk in images.tensor_split(math.ceil(len(images) / CALIBRATION_BATCH)):
             answer(chunk)
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):

@@ -5,7 +5,6 @@ step, and by `calibrate(images)` before each evaluation (see `models.pixel_resne
 on the data alone, so it is the same for every process and after a resume.
 """
 
-import itertools
 from typing import Any
 
 import torch
@@ -23,8 +22,7 @@ def reference_images(model: nn.Module, data: Data, preprocess: Preprocess) -> Te
     split = data.splits["train"]
     positions = split.sample(COUNT).tolist() if split.source.streamed else spread(len(split))
     # What cannot be read is named by the scan, and by the batch that meets it.
-    found = itertools.islice(readable(split, positions), COUNT)
-    return torch.stack([preprocess(picture) for _, picture in found])
+    return torch.stack([preprocess(picture) for _, picture in readable(split, positions)])
 
 
 def spread(images: int) -> list[int]:

@@ -128,13 +128,11 @@ def choose_entry(value: Any, entry: str | None, path: Path) -> dict[str, Tensor]
     """The dictionary of tensors in a checkpoint: the one there is, or the one named."""
     found = dict(tensor_dicts(value))
     if entry is not None:
-        inner = at(value, entry)  # a dictionary held at several places is found at the first alone
-        if entry not in found and isinstance(inner, Mapping) and is_state(inner):
+        inner = at(value, entry)  # a dictionary held at several places is listed at the first alone
+        if isinstance(inner, Mapping) and inner and is_state(inner):
             return dict(inner)
-        if entry not in found:
-            names = [brief(name, 120) for name in found]
-            raise InputError(f"{path} has no tensors under {entry!r}; {nearest(entry, names)}")
-        return found[entry]
+        names = [brief(name, 120) for name in found]
+        raise InputError(f"{path} has no tensors under {entry!r}; {nearest(entry, names)}")
     if "" in found:
         return found[""]
     if len(found) != 1:
