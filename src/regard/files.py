@@ -109,8 +109,10 @@ def meaning(path: str | Path) -> Iterator[None]:
     """Within, what is read from `path` is taken to be as we write it; else the file is refused."""
     try:
         yield
-    except RegardError:
-        raise
+    except RegardError as error:
+        if str(path) in str(error):
+            raise
+        raise InputError(f"{path}: {error}") from None
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise InputError(
             f"{path} is damaged, or was changed by hand ({type(error).__name__}: {error}); "

@@ -109,3 +109,9 @@ def test_a_damaged_plan_is_refused_by_name(words, folder):
     expected = re.escape(f"{folder.plan_file} is damaged, or was changed by hand (")
     with pytest.raises(InputError, match=f"{expected}.*{re.escape(words)}"):
         study(StudyOptions(out=folder.path, resume=True), say=lambda line: None)
+
+
+def test_a_setting_out_of_range_is_refused_with_the_file(folder):
+    edit(folder.plan_file, lambda plan: plan["settings"].update(steps=3))
+    with pytest.raises(InputError, match=re.escape(f"{folder.plan_file}: steps is 3; give")):
+        study(StudyOptions(out=folder.path, resume=True), say=lambda line: None)

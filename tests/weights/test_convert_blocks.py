@@ -1,6 +1,7 @@
 """Every layout of pixel attention: the same numbers from the same weights, or a refusal by name."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -293,3 +294,11 @@ def test_every_pair_of_layouts_converts():
         converted = convert(through[old], old, new, **TOLD)
         assert converted.keys() == through[new].keys()
         assert all(torch.equal(converted[k], through[new][k]) for k in converted), (old, new)
+
+
+@pytest.mark.parametrize("role", ["source", "target"])
+@pytest.mark.parametrize("odd", [5, None, ["diffusers"]])
+def test_a_layout_that_is_no_name_is_refused(role, odd):
+    names = {"source": "diffusers", "target": "regard", role: odd}
+    with pytest.raises(InputError, match=re.escape(f"{role}={odd!r}: give a layout's name")):
+        convert({"group_norm.weight": torch.ones(C)}, **names)

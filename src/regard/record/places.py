@@ -23,7 +23,7 @@ class Places:
         self._maps: dict[Size, None] = {}
         self._counts: set[int] = set()  # of tokens or pixels of an image
         self._batches: set[int] = set()  # sizes of other batches of sequences than of the images
-        self._longest = 0
+        self._most_tokens = 0
         self._layouts: dict[Any, Tokens] = {}
 
     def start(self, first: Tensor | None) -> None:
@@ -31,7 +31,7 @@ class Places:
         self._maps.clear()
         self._counts.clear()
         self._batches.clear()
-        self._longest = 0
+        self._most_tokens = 0
         self._layouts.clear()
         self.images = as_map(first)
         self.batch = None if first is None else first.shape[0]
@@ -63,7 +63,7 @@ class Places:
         # Patches that a convolution makes are a sequence too, whatever flattens them.
         full = self.images is not None and map_size(self.images) == size
         if isinstance(module, nn.Conv2d) and not full:
-            self._longest = max(self._longest, size[0] * size[1])
+            self._most_tokens = max(self._most_tokens, size[0] * size[1])
 
     def note(self, x: Tensor) -> None:
         """Note the sizes of a sequence (b, n, c), or of a map."""
@@ -71,7 +71,7 @@ class Places:
             self._batches.add(x.shape[0])
         elif x.ndim == 3:
             self._counts.add(x.shape[1])
-            self._longest = max(self._longest, x.shape[1])
+            self._most_tokens = max(self._most_tokens, x.shape[1])
         elif x.ndim == 4 and x.shape[0] == self.batch:
             self._counts.add(x.shape[2] * x.shape[3])
 
@@ -79,10 +79,10 @@ class Places:
         """The layout of `count` tokens, within modules that were given `enclosing` maps."""
         if self.grid is not None:
             return given_grid(count, self.grid, self.model)
-        key = count, tuple(enclosing), tuple(self._maps), self._longest
+        key = count, tuple(enclosing), tuple(self._maps), self._most_tokens
         if key not in self._layouts:
             self._layouts[key] = find_layout(
-                count, self.model, self.images, enclosing, self._maps, self._longest
+                count, self.model, self.images, enclosing, self._maps, self._most_tokens
             )
         return self._layouts[key]
 

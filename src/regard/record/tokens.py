@@ -84,7 +84,7 @@ def find_layout(
     images: Tensor | None,
     enclosing: Sequence[tuple[int, int] | None],
     seen: Iterable[tuple[int, int]],
-    longest: int = 0,
+    most_tokens: int = 0,
 ) -> Tokens:
     """The layout of `count` tokens, from what was seen on the way to them.
 
@@ -93,9 +93,9 @@ def find_layout(
     latest feature map that leaves at most 16 extra tokens; the largest grid of square patches that
     divide the image and leave at most 16 extra, at most half as many as places. The last is a
     guess, made in training only where the model has no `patch_size` and no sequence before had
-    more tokens than these (`longest`): one that lost some, as by patch dropout, is no whole grid.
-    A model's `num_prefix_tokens` must agree with the number of extra tokens. Where nothing fits
-    the grid stays unknown.
+    more tokens than these (`most_tokens`): one that lost some, as by patch dropout, is no whole
+    grid. A model's `num_prefix_tokens` must agree with the number of extra tokens. Where nothing
+    fits the grid stays unknown.
     """
     if count == 1:
         return Tokens(count)  # one query that pools a grid, no grid of one place
@@ -104,7 +104,7 @@ def find_layout(
         if grid is not None and grid[0] * grid[1] == count:
             return Tokens(count, grid)
     stated = _patch_grid(model, images)
-    whole = not model.training or (not stated and count >= longest)
+    whole = not model.training or (not stated and count >= most_tokens)
     guesses = _square_grids(count, images) if whole else ()
     for grid in chain(stated, latest, guesses):
         layout = with_grid(count, grid, model)

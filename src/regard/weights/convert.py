@@ -47,6 +47,9 @@ def convert_weights(
     beside: Beside | None = None,
 ) -> Conversion:
     """`convert`, with what travels beside the tensors before and after."""
+    for role, layout in (("source", source), ("target", target)):
+        if not isinstance(layout, str):
+            raise InputError(f"{role}={layout!r}: give a layout's name, such as 'diffusers'")
     if facts.rest != "drop":
         check_names(state_dict)
     state_dict = {key: value for key, value in state_dict.items() if is_named_tensor(key, value)}
