@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from regard.errors import InputError, RegardError
+from regard.errors import InputError
 
 WINDOWS = os.name == "nt"
 
@@ -109,7 +109,7 @@ def meaning(path: str | Path) -> Iterator[None]:
     """Within, what is read from `path` is taken to be as we write it; else the file is refused."""
     try:
         yield
-    except RegardError as error:
+    except InputError as error:
         if str(path) in str(error):
             raise
         raise InputError(f"{path}: {error}") from None
