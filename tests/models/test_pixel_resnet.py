@@ -67,23 +67,46 @@ def halve(x):
     return x[:, :, : h // 2 * 2, : w // 2 * 2].reshape(b, c, h // 2, 2, w // 2, 2).amax((3, 5))
 
 
-@pytest.mark.parametrize("attention", [True, False])
-def test_the_model_by_its_formula(attention):
-    model = stirred(attention=attention, dtype=torch.float64).eval()
+@pytest.mark.parametrize(("attention", "residual"), [(True, False), (False, False), (True, True)])
+def test_the_model_by_its_formula(attention, residual):
+    model = stirred(attention=attention, residual=residual, dtype=torch.float64).eval()
     images = torch.randn(2, 3, 12, 14, dtype=torch.float64)
     x = gelu(nn.functional.conv2d(images, model.stem.kernel) + model.stem.bias[:, None, None])
     for i, stage in enumerate(model.stages):
         x = gelu(norm(halve(stage.convs[0](x)), stage.norms[0]))
-        x = x + gelu(norm(stage.convs[1](x), stage.norms[1]))
+        y = gelu(norm(stage.convs[1](x), stage.norms[1]))
+        x = x + y if residual else y
         if attention and i > 0:
             x = regard.pixel_attention(x, stage.attention.params(), 16, 1)
     features = x.flatten(2).max(dim=2).values
     torch.testing.assert_close(model.features(images), features)
     logits = features @ model.classifier.weight.T + model.classifier.bias
     torch.testing.assert_close(model(images), logits)
-    headless = tiny(num_classes=None, attention=attention, dtype=torch.float64).eval()
+    headless = tiny(
+        num_classes=None, attention=attention, residual=residual, dtype=torch.float64
+    ).eval()
     headless.load_state_dict(model.state_dict(), strict=False)
     torch.testing.assert_close(headless(images), features)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_convolutions_without_residuals_start_as_the_identity(reset):
+    model = tiny(widths=(8, 16, 4), residual=False)
+    if reset:
+        model.reset_parameters()
+    for stage in model.stages:
+        for conv in stage.convs:
+            x = torch.randn(1, conv.in_channels, 3, 5)
+            same = min(conv.in_channels, conv.out_channels)
+            torch.testing.assert_close(conv(x)[:, :same], x[:, :same])
+            if conv.out_channels > same:
+                assert conv.weight[same:].abs().min() > 0
+    assert tiny(residual=True).stages[0].convs[1].weight.abs().min() > 0
+
+
+def test_the_classifier_starts_small():
+    weight = tiny(widths=(512,), num_classes=100).classifier.weight
+    assert weight.std().item() == pytest.approx(1 / 512, rel=0.05)
 
 
 def test_attention_starts_as_the_identity_and_can_be_left_out():
@@ -108,7 +131,7 @@ def test_sizes_and_channels(size, channels):
     logits = model(images)
     assert logits.shape == (3, 5)
     logits.square().sum().backward()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
     height, width = model.image_size
     bigger = torch.randn(2, channels, height + 5, width + 1)
     assert model.eval()(bigger).shape == (2, 5)
@@ -196,6 +219,7 @@ def test_calibration_forgets_what_training_saw():
 
 def test_it_learns():
     model = tiny(num_classes=4).train()
+    nn.init.zeros_(model.classifier.weight)
     images, labels = torch.randn(24, 3, 12, 12), torch.arange(24) % 4
     model.initialise_from(images)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

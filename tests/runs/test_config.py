@@ -36,7 +36,7 @@ def test_a_recipe_has_every_choice_of_a_request():
         ({"batch_size": 0}, "batch_size is 0; give a number at least 1"),
         ({"warmup": 1.5}, "warmup is 1.5; give a number at least 0 and at most 1"),
         ({"epochs": 3, "minutes": 2}, "epochs and minutes are given together"),
-        ({"optimizer": "sgd"}, "optimizer is 'sgd'; give one of adamw, muon"),
+        ({"optimizer": "sgd"}, "optimizer is 'sgd'; give one of adamw, muon, muon-sgd"),
     ],
 )
 def test_a_bad_request_is_refused_by_name(changes, words):
@@ -54,9 +54,10 @@ def test_a_batch_larger_than_the_data_is_refused():
         recipe(batch_size=100_000)
 
 
-def test_muon_is_not_sharded():
+@pytest.mark.parametrize("name", ["muon", "muon-sgd"])
+def test_muon_is_not_sharded(name):
     with pytest.raises(InputError, match="muon orthogonalises whole matrices, which fsdp spreads"):
-        recipe(optimizer="muon", strategy="fsdp")
+        recipe(optimizer=name, strategy="fsdp")
 
 
 def test_what_is_given_beats_the_preset_and_the_rest_is_its():

@@ -47,6 +47,62 @@ def test_muon_takes_the_blocks_matrices_and_adamw_the_rest():
     assert {g["lr"] for o in (first, second) for g in o.param_groups} == {0.25}
 
 
+def test_muon_sgd_gives_each_parameter_of_a_pixel_resnet_its_rule():
+    net = regard.create("pixel-resnet-nano", num_classes=3, image_size=12, widths=(8, 16))
+    held, descent, adamw = found = build_optimizers(net, "muon-sgd", 0.02, 0.2)
+    names = {id(p): n for n, p in net.named_parameters()}
+    told = [names[id(p)] for o in found for g in o.param_groups for p in g["params"]]
+    gains = {n for n, p in net.named_parameters() if not p.requires_grad}
+    assert gains == {f"stages.{i}.norms.{j}.weight" for i in (0, 1) for j in (0, 1)}
+    assert sorted(told) == sorted(set(names.values()) - gains)
+
+    def rule(name):
+        ((optimizer, group),) = (
+            (o, g)
+            for o in found
+            for g in o.param_groups
+            for p in g["params"]
+            if names[id(p)] == name
+        )
+        return optimizer, group
+
+    set_rate(found, 0.01)  # half of the source's
+    for name, optimizer, lr, lost in (
+        ("stages.0.convs.0.weight", held, 0.06, 0),
+        ("stages.1.attention.out_weight", held, 0.01, 0.002),
+        ("stages.1.norms.1.bias", descent, 53, 0.002),
+        ("stem.bias", descent, 53, 0.002),
+        ("classifier.weight", descent, 670 / 256 / 16, 0.002),
+        ("classifier.bias", descent, 0.01, 0.002),
+        ("stages.1.attention.norm_weight", adamw, 0.01, 0),
+    ):
+        which, group = rule(name)
+        assert which is optimizer, name
+        assert group["lr"] == pytest.approx(lr)
+        assert group["lr"] * group["weight_decay"] == pytest.approx(lost)
+    assert rule("stages.0.convs.0.weight")[1]["hold"]
+    assert not rule("stages.1.attention.out_weight")[1]["hold"]
+    headless = regard.PixelResNet(image_size=12, num_classes=None, widths=(8,), attention=False)
+    assert len(build_optimizers(headless, "muon-sgd", 0.02, 0.2)) == 2
+    with pytest.raises(regard.InputError, match="this is a SimpleViT; give --optimizer muon or"):
+        build_optimizers(tiny(), "muon-sgd", 0.02, 0.2)
+
+
+def test_held_matrices_keep_their_length_and_turn_by_the_rate(monkeypatch):
+    monkeypatch.setattr(muon, "product_dtype", lambda dtype, device: torch.float64)
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(4, 6, dtype=torch.float64))
+    before = weight.detach().clone()
+    optimizer = muon.Muon([weight], 0.1, 0.5, momentum=0.6, newton_schulz_steps=3, hold=True)
+    weight.grad = torch.randn(4, 6, dtype=torch.float64)
+    turned = muon.orthogonalise(weight.grad[None].clone(), 3)[0]
+    optimizer.step()  # its momentum is 0.4 g, the update 0.64 g, whose length is divided out
+    expected = before * (2 / before.square().sum().sqrt()) - 0.1 * turned
+    torch.testing.assert_close(weight.detach(), expected)
+    moved = (weight - before * (2 / before.norm())).norm().item()
+    assert 0.1 * 2 * 0.6 < moved < 0.1 * 2 * 1.3  # each of four singular values is near 1
+
+
 @pytest.mark.parametrize("shape", [(12, 8), (8, 12), (8, 8)])
 def test_muon_follows_torchs(shape, monkeypatch):
     monkeypatch.setattr(muon, "product_dtype", lambda dtype, device: dtype)
@@ -75,9 +131,11 @@ def test_muon_updates_are_nearly_orthogonal():
     assert values.max() < 1.3
 
 
-def test_the_schedule_rises_in_a_line_and_falls_as_a_cosine():
+def test_the_schedule_rises_in_a_line_and_falls_as_a_cosine_or_a_line():
     assert [rate(s, 10, 0.2) for s in (0, 1)] == [0.5, 1.0]
     expected = [0.5 * (1 + math.cos(math.pi * k / 8)) for k in range(8)]
     assert [rate(s, 10, 0.2) for s in range(2, 10)] == pytest.approx(expected)
     assert rate(0, 10, 0.0) == 1.0
     assert rate(9, 10, 1.0) == 1.0
+    falling = [rate(s, 10, 0.2, "linear") for s in range(10)]
+    assert falling == pytest.approx([0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])

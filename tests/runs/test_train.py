@@ -34,6 +34,14 @@ from regard.runs.train import train
 from regard.runs.watch import NotFinite
 from tests.runs.conftest import TINY, tiny_config
 
+NET = {
+    "model": "pixel-resnet-nano",
+    "model_options": {"widths": (8, 16), "depth": 1},
+    "optimizer": "muon-sgd",
+    "schedule": "linear",
+    "lr": 2e-2,
+}
+
 
 def quiet(line):
     pass
@@ -108,7 +116,7 @@ def test_the_run_s_own_data_is_known_however_its_path_is_written(tmp_path, monke
     assert evaluate(tmp_path / "run", "copy").names == result.evaluation.names
 
 
-@pytest.mark.parametrize("changes", [{"optimizer": "muon"}, {"ema": 0.9, "workers": 2}])
+@pytest.mark.parametrize("changes", [{"optimizer": "muon"}, {"ema": 0.9, "workers": 2}, NET])
 def test_a_stopped_run_resumes_to_the_same_bits(changes, tmp_path, monkeypatch):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     train(tiny_config(whole, **changes), say=quiet)
@@ -126,6 +134,12 @@ def test_a_stopped_run_resumes_to_the_same_bits(changes, tmp_path, monkeypatch):
             line.pop(measured, None)
     assert lines[0] == lines[1]
     assert [s.from_step for s in RunFolder(cut).config().segments] == [0, 6]
+
+
+def test_muon_sgd_is_refused_for_other_models_before_a_run_begins(tmp_path):
+    with pytest.raises(InputError, match="rates for PixelResNet alone, and this is a SimpleViT"):
+        train(tiny_config(tmp_path / "r", optimizer="muon-sgd"), say=quiet)
+    assert not (tmp_path / "r").exists()
 
 
 def test_ctrl_c_has_its_own_exit_code_and_a_changed_rate_is_a_segment(tmp_path, monkeypatch):

@@ -36,6 +36,14 @@ class MatrixConv(nn.Module):
         bound = (9 * self.in_channels) ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
+    @torch.no_grad()
+    def start_as_identity(self) -> None:
+        """Let y[o] = x[o] for the first min(c_in, c_out) filters; the others stay."""
+        same = min(self.in_channels, self.out_channels)
+        self.weight[:same] = 0
+        middle = 4 * self.in_channels
+        self.weight[:same, middle : middle + same].fill_diagonal_(1)
+
     def forward(self, x: Tensor) -> Tensor:
         kernel = self.weight.view(self.out_channels, 3, 3, self.in_channels)
         return F.conv2d(x, kernel.permute(0, 3, 1, 2), padding=1)
@@ -49,6 +57,10 @@ class ConvStage(nn.Module):
 
     `pool` takes the largest of each such window, side by side; (1, 1) keeps the map. BN is a batch
     norm, whose batch in training is what one call sees.
+
+    Without `residual` nothing is added to a block's output; instead each convolution starts as the
+    identity in its first min(c_in, c_out) filters, and the norms' gains stay 1, untrained
+    (airbench94, Jordan 2024, arXiv 2404.00498).
     """
 
     def __init__(
@@ -58,6 +70,7 @@ class ConvStage(nn.Module):
         depth: int,
         pool: tuple[int, int],
         *,
+        residual: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -68,12 +81,21 @@ class ConvStage(nn.Module):
             nn.BatchNorm2d(width, device=device, dtype=dtype) for _ in inputs
         )
         self.pool = pool
+        self.residual = residual
+        if not residual:
+            for conv, norm in zip(self.convs, self.norms, strict=True):
+                assert isinstance(conv, MatrixConv)
+                assert isinstance(norm, nn.BatchNorm2d)
+                conv.start_as_identity()
+                norm.weight.requires_grad_(False)
 
     def reset_parameters(self) -> None:
         """Draw the convolutions anew; the norms start at gain 1 and bias 0."""
         for module in (*self.convs, *self.norms):
             assert isinstance(module, (MatrixConv, nn.BatchNorm2d))
             module.reset_parameters()
+            if isinstance(module, MatrixConv) and not self.residual:
+                module.start_as_identity()
 
     def forward(self, x: Tensor) -> Tensor:
         for i, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
@@ -81,5 +103,5 @@ class ConvStage(nn.Module):
             if i == 0 and self.pool != (1, 1):
                 y = F.max_pool2d(y, self.pool)
             y = F.gelu(norm(y))
-            x = y if i == 0 else x + y
+            x = x + y if self.residual and i > 0 else y
         return x

@@ -48,12 +48,16 @@ class TrainConfig:
     """Seed of the split, the weights, the order and the augmentation."""
     workers: int | None = None
     """Processes that read images; 0 reads them in the training process."""
-    optimizer: Literal["adamw", "muon"] | None = None
-    """AdamW, or Muon on the blocks' matrices with AdamW on the rest."""
+    optimizer: Literal["adamw", "muon", "muon-sgd"] | None = None
+    """AdamW; Muon on the blocks' matrices with AdamW on the rest; or airbench94's, for PixelResNet:
+    Muon on kernels held to their norm, SGD with momentum on biases and classifier."""
     weight_decay: float | None = None
-    """Decoupled weight decay of matrices and kernels; gains and biases have none."""
+    """Decoupled weight decay of matrices and kernels; gains and biases have none.
+    Under muon-sgd that of biases and classifier; its kernels keep their norm."""
     warmup: float | None = None
-    """Share of the steps in which the learning rate rises; a cosine to 0 follows."""
+    """Share of the steps in which the learning rate rises."""
+    schedule: Literal["cosine", "linear"] | None = None
+    """How it falls to 0 after that."""
     clip: float | None = None
     """Largest norm of the gradient; 0 does not clip."""
     ema: float | None = None
@@ -158,6 +162,7 @@ class Recipe:
     init: str | None = None
     compile: bool = False
     tensorboard: bool = False
+    schedule: str = "cosine"
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -175,7 +180,7 @@ class Recipe:
                 f"a microbatch of {self.microbatch} does not divide the batch size "
                 f"{self.batch_size}; give a divisor"
             )
-        if self.strategy == "fsdp" and self.optimizer == "muon":
+        if self.strategy == "fsdp" and self.optimizer != "adamw":
             raise InputError(
                 "muon orthogonalises whole matrices, which fsdp spreads over processes; give "
                 "--optimizer adamw, or --strategy ddp"

@@ -30,7 +30,7 @@ def run(job: Job) -> None:
         while progress.step < recipe.steps:
             batch = next(batches).to(job.processes.device)
             batch = brought_to(batch, training_size(recipe, progress.step, multiple))
-            lr = recipe.lr * rate(progress.step, recipe.steps, recipe.warmup)
+            lr = recipe.lr * rate(progress.step, recipe.steps, recipe.warmup, recipe.schedule)
             set_rate(state.optimizers, lr)
             sums = accumulate(job, batch)
             late = job.processes.main and time.monotonic() - saved > 60 * recipe.save_every

@@ -19,25 +19,31 @@ class Muon(torch.optim.Optimizer):
     m ← β m + (1 - β) g;  u = (1 - β) g + β m (Nesterov);  o = NewtonSchulz(u), whose singular
     values are all near 1;  w ← (1 - lr·decay) w - lr · 0.2 √max(rows, columns) · o.
 
+    With `hold`, for matrices whose length does nothing as a norm follows (a row is a filter):
+    w ← √rows · w / ‖w‖ - lr · o, so that a step turns w by the rate and nothing decays.
+
     Differs from torch's, which rounds u to bfloat16, in two ways: where the device has no
     bfloat16 products, float32 is used (a CPU without them is 50 to 100 times slower otherwise),
     and matrices of one shape are orthogonalised in one batch.
-    Source: Jordan et al. 2024 (Muon); Liu et al. 2025, arXiv 2502.16982 (the scale 0.2 √max).
+    Source: Jordan et al. 2024 (Muon); Liu et al. 2025, arXiv 2502.16982 (the scale 0.2 √max);
+    airbench94 (Jordan 2024) for `hold`.
     """
 
     def __init__(
         self,
-        params: Iterable[Tensor],
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
         lr: float,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         newton_schulz_steps: int = 5,
+        hold: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
             "momentum": momentum,
             "newton_schulz_steps": newton_schulz_steps,
+            "hold": hold,
         }
         super().__init__(params, defaults)
 
@@ -68,8 +74,14 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(buffers, gradients, 1 - beta)
         updates = torch._foreach_lerp(gradients, buffers, beta)
         turned = orthogonalise(torch.stack(list(updates)), group["newton_schulz_steps"])
-        scale = 0.2 * max(parameters[0].shape) ** 0.5
-        torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
+        if group["hold"]:
+            norms = torch._foreach_norm(parameters)
+            root = len(parameters[0]) ** 0.5
+            torch._foreach_mul_(parameters, [root / n.clamp(min=1e-7) for n in norms])
+            scale = 1.0
+        else:
+            scale = 0.2 * max(parameters[0].shape) ** 0.5
+            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])
         torch._foreach_add_(parameters, list(turned.unbind(0)), alpha=-lr * scale)
 
 

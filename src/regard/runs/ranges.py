@@ -43,7 +43,8 @@ def check_values(config: Any) -> None:
 
 
 CHOICES = {
-    "optimizer": ("adamw", "muon"),
+    "optimizer": ("adamw", "muon", "muon-sgd"),
+    "schedule": ("cosine", "linear"),
     "class_weights": ("none", "auto"),
     "test_flips": ("off", "on"),
     "fit": ("stretch", "crop", "letterbox"),

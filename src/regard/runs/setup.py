@@ -26,7 +26,7 @@ from regard.runs.health import health_probe
 from regard.runs.inherit import start_from, what_it_keeps
 from regard.runs.job import Job
 from regard.runs.log import MetricsLog
-from regard.runs.optimizer import build_optimizers
+from regard.runs.optimizer import build_optimizers, check_optimizer
 from regard.runs.prescan import without_quarantined
 from regard.runs.processes import Processes
 from regard.runs.reference import initialise, reference_images, takes_statistics
@@ -72,6 +72,7 @@ def new_job(
     model = create(**arguments)
     refuse_start_size(recipe, model)
     refuse_single_images(recipe, model)
+    check_optimizer(recipe.optimizer, model)
     if origin is not None:
         notes.append(start_from(model, origin, data))
     run_config = RunConfig(
@@ -106,6 +107,7 @@ def resume_job(
     torch.manual_seed(recipe.seed)
     model = create(**stored.model)
     refuse_single_images(recipe, model)
+    check_optimizer(recipe.optimizer, model)
     if stored.recipe.init is not None and not folder.saved_steps():
         start_from(model, RunFolder.open(stored.recipe.init), data)
     steps = folder.saved_steps()
