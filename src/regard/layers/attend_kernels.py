@@ -119,7 +119,8 @@ def blocked_forward(
     lse = q.new_empty((heads, n) if keep else 0, dtype=torch.promote_types(q.dtype, torch.float32))
     for h in range(0, heads, step):
         some = slice(h, h + step)
-        keys, values = k[some].to(held.operand), v[some].to(held.weight)
+        keys = k[some].to(held.operand)
+        values = v[some].to(held.operand if held.bf16_mode else held.weight)
         for r in range(0, n, rows):
             part = slice(r, r + rows)
             queries = q[some, part].to(held.operand)
@@ -127,14 +128,28 @@ def blocked_forward(
             s = scores[: shape[0] * shape[1] * m].view(shape)
             s = _product(queries, keys, scale, held, s)
             p, log_sum = _softmax(s, keep)
-            p = p.to(held.weight)
             if keep:
                 lse[some, part] = log_sum
+            if held.bf16_mode:
+                out[some, part] = _relative_to_largest(p, values)
+                continue
+            p = p.to(held.weight)
             if held.weight == out.dtype:
                 torch.bmm(p, values, out=out[some, part])
             else:
                 out[some, part] = torch.bmm(p, values)
     return out, lse
+
+
+def _relative_to_largest(p: Tensor, values: Tensor) -> Tensor:
+    """Σ_j p_ij v_jt in float32, by products that round their operands to bfloat16; in p's memory.
+
+    Weights are rounded as shares of the largest of their row, which so is exact: a dominant weight
+    below 1 would lose up to half a step of bfloat16.
+    """
+    largest = p.amax(dim=-1, keepdim=True)
+    with bf16_products(wanted=True):
+        return torch.bmm(p.div_(largest), values).mul_(largest)
 
 
 def _softmax(s: Tensor, keep: bool) -> tuple[Tensor, Tensor]:
@@ -192,7 +207,9 @@ def blocked_backward(
             p, ds = p.to(held.weight), ds.to(held.weight)
             _accumulate(sum_v, p, g.to(held.weight), 1.0)
             _accumulate(sum_k, ds, queries.to(held.weight), scale)
-            dq[some, part] = torch.bmm(ds, keys.to(held.weight)).mul_(scale)
+            # scaled before it is rounded
+            nothing = ds.new_empty(()).expand(len(ds), ds.shape[1], keys.shape[2])
+            dq[some, part] = torch.baddbmm(nothing, ds, keys.to(held.weight), beta=0, alpha=scale)
         dk[some], dv[some] = sum_k, sum_v
     return dq, dk, dv
 

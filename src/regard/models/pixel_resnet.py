@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from regard.errors import InputError
 from regard.layers.checks import check_images, count, flag, pair
-from regard.layers.conv import ConvStage
+from regard.layers.conv import ConvStage, MatrixConv
 from regard.layers.pixel_attention import PixelAttention
 from regard.layers.whitening import WhiteningStem
 from regard.models.calibration import check_batch, take_statistics
@@ -164,6 +164,14 @@ class PixelResNet(nn.Module):
         if self.classifier is not None:
             nn.init.normal_(self.classifier.weight, std=1 / self.classifier.in_features)
             nn.init.zeros_(self.classifier.bias)
+
+    def kernels(self) -> list[Tensor]:
+        """The weights of the convolutions: a norm follows each, so their length does nothing."""
+        return [m.weight for m in self.modules() if isinstance(m, MatrixConv)]
+
+    def biases(self) -> list[Tensor]:
+        """The biases of the stem and of the norms of the convolutions."""
+        return [m.bias for m in self.modules() if isinstance(m, (WhiteningStem, nn.BatchNorm2d))]
 
     def initialise_from(self, images: Tensor) -> None:
         """Whiten the stem for training images (b, c, h, w), normalised as the model will see them.

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from regard.errors import InputError
-from regard.layers.conv import MatrixConv
-from regard.layers.whitening import WhiteningStem
 from regard.models.pixel_resnet import PixelResNet
 from regard.runs.muon import Muon
 
@@ -65,13 +63,7 @@ def hold_and_descend(model: nn.Module, lr: float, weight_decay: float) -> tuple[
     """
     check_optimizer("muon-sgd", model)
     assert isinstance(model, PixelResNet)
-    kernels: list[Tensor] = []
-    biases: list[Tensor] = []
-    for module in model.modules():
-        if isinstance(module, MatrixConv):
-            kernels.append(module.weight)
-        elif isinstance(module, (WhiteningStem, nn.BatchNorm2d)):
-            biases.append(module.bias)
+    kernels, biases = model.kernels(), model.biases()
     head = {} if model.classifier is None else dict(model.classifier.named_parameters())
     taken = {id(p) for p in (*kernels, *biases, *head.values())}
     rest = [p for p in model.parameters() if id(p) not in taken and p.requires_grad]
