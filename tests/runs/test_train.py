@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,10 +23,11 @@ from regard.files import read_weights
 from regard.images import open_data
 from regard.models.create import create
 from regard.models.simple_vit import SimpleViT
-from regard.runs import loop
+from regard.runs import checkpoint, loop
 from regard.runs.config import TrainConfig
 from regard.runs.evaluate import evaluate
 from regard.runs.folder import RunFolder, RunStopped
+from regard.runs.log import MetricsLog
 from regard.runs.reporter import Reporter
 from regard.runs.setup import inverse_frequency, refuse_sharded
 from regard.runs.stop import Interrupted
@@ -277,6 +279,46 @@ def test_a_nan_stops_before_anything_is_overwritten(tmp_path, monkeypatch):
     assert all(t.isfinite().all() for t in read_weights(out / "model.safetensors").values())
 
 
+def slow_checkpoints(monkeypatch):
+    """Let every checkpoint take longer to write than the steps that follow it."""
+    real = checkpoint.write_weights
+
+    def slow(path, tensors, metadata=None):
+        time.sleep(1)
+        real(path, tensors, metadata)
+
+    monkeypatch.setattr(checkpoint, "write_weights", slow)
+
+
+def test_a_stop_waits_for_the_checkpoint_that_is_being_written(tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    slow_checkpoints(monkeypatch)
+    real, steps = loop.clip_gradient, []
+
+    def poison(model, limit):
+        steps.append(1)
+        return float("nan") if len(steps) == 5 else real(model, limit)
+
+    monkeypatch.setattr(loop, "clip_gradient", poison)
+    with pytest.raises(NotFinite, match=r"at step 5 .* The checkpoint of step 4 is whole"):
+        train(tiny_config(out), say=quiet)
+
+
+def test_a_full_disk_waits_for_the_checkpoint_that_is_being_written(tmp_path, monkeypatch):
+    slow_checkpoints(monkeypatch)
+    real = MetricsLog.step
+
+    def full(log, progress, *numbers):
+        if progress.step == 5:
+            with log.folder.writing():
+                raise OSError(errno.ENOSPC, "No space left on device")
+        real(log, progress, *numbers)
+
+    monkeypatch.setattr(MetricsLog, "step", full)
+    with pytest.raises(RunStopped, match=r"is full; make room\. The checkpoint of step 4 is whole"):
+        train(tiny_config(tmp_path / "run"), say=quiet)
+
+
 def test_weights_that_answer_with_no_numbers_are_not_kept(tmp_path, monkeypatch):
     out = tmp_path / "run"
     real, calls = loop.evaluate_now, []
@@ -302,8 +344,6 @@ def test_weights_that_answer_with_no_numbers_are_not_kept(tmp_path, monkeypatch)
 
 def test_a_full_disk_is_a_clear_stop_with_the_last_checkpoint_whole(tmp_path, monkeypatch):
     out = tmp_path / "run"
-    from regard.runs import checkpoint
-
     real, calls = checkpoint.write_weights, []
 
     def full(path, tensors, metadata=None):

@@ -39,7 +39,6 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
         self.rank = rank
-        self._writer: threading.Thread | None = None
         self._error: OSError | None = None
 
     def save(self, state: TrainState) -> None:
@@ -53,14 +52,14 @@ class Checkpoints:
             copies = {
                 name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()
             }
-            self._writer = threading.Thread(target=self._save_whole, args=(copies, progress))
-            self._writer.start()
+            self.folder.writer = threading.Thread(target=self._save_whole, args=(copies, progress))
+            self.folder.writer.start()
 
     def wait(self) -> None:
         """Return when the last checkpoint is on the disk."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
+        if self.folder.writer is not None:
+            self.folder.writer.join()
+            self.folder.writer = None
         if self._error is not None:
             error, self._error = self._error, None
             with self.folder.writing():

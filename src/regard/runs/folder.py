@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ class RunFolder:
         self.exports = self.path / "export"
         self.tensorboard = self.path / "tensorboard"
         self.lock_file = self.path / ".lock"
+        self.writer: threading.Thread | None = None
+        """Writes a checkpoint while training goes on; what is safe is known once it has ended."""
 
     def __str__(self) -> str:
         return str(self.path)
@@ -230,7 +233,9 @@ class RunFolder:
                 shutil.rmtree(part) if part.is_dir() else part.unlink()
 
     def way_back(self) -> str:
-        """How to go on from what is saved, in words."""
+        """How to go on from what is saved, in words, once a checkpoint being written is whole."""
+        if self.writer is not None:
+            self.writer.join()
         if not self.path.exists():
             return f"Its checkpoints went with it: {self.resume_command()} goes on from the last"
         steps = self.saved_steps()
