@@ -130,26 +130,24 @@ def blocked_forward(
             p, log_sum = _softmax(s, keep)
             if keep:
                 lse[some, part] = log_sum
-            if held.bf16_mode:
-                out[some, part] = _relative_to_largest(p, values)
-                continue
-            p = p.to(held.weight)
-            if held.weight == out.dtype:
-                torch.bmm(p, values, out=out[some, part])
-            else:
-                out[some, part] = torch.bmm(p, values)
+            _weighted_sum(p, values, held, out[some, part])
     return out, lse
 
 
-def _relative_to_largest(p: Tensor, values: Tensor) -> Tensor:
-    """Σ_j p_ij v_jt in float32, by products that round their operands to bfloat16; in p's memory.
+def _weighted_sum(p: Tensor, values: Tensor, held: Precision, out: Tensor) -> None:
+    """out[g, i, t] = Σ_j p[g, i, j] values[g, j, t]; p's memory may be written over.
 
-    Weights are rounded as shares of the largest of their row, which so is exact: a dominant weight
-    below 1 would lose up to half a step of bfloat16.
+    Where products round their operands to bfloat16, weights are rounded as shares of the largest
+    of their row, which so is exact: a dominant weight below 1 would lose up to half a step.
     """
-    largest = p.amax(dim=-1, keepdim=True)
-    with bf16_products(wanted=True):
-        return torch.bmm(p.div_(largest), values).mul_(largest)
+    if held.bf16_mode:
+        largest = p.amax(dim=-1, keepdim=True)
+        with bf16_products(wanted=True):
+            out.copy_(torch.bmm(p.div_(largest), values).mul_(largest))
+    elif held.weight == out.dtype:
+        torch.bmm(p.to(held.weight), values, out=out)
+    else:
+        out.copy_(torch.bmm(p.to(held.weight), values))
 
 
 def _softmax(s: Tensor, keep: bool) -> tuple[Tensor, Tensor]:

@@ -83,11 +83,10 @@ class ConvStage(nn.Module):
         self.pool = pool
         self.residual = residual
         if not residual:
-            for conv, norm in zip(self.convs, self.norms, strict=True):
-                assert isinstance(conv, MatrixConv)
+            for norm in self.norms:
                 assert isinstance(norm, nn.BatchNorm2d)
-                conv.start_as_identity()
                 norm.weight.requires_grad_(False)
+        ConvStage.reset_parameters(self)  # a subclass resets what it has not made yet
 
     def reset_parameters(self) -> None:
         """Draw the convolutions anew; the norms start at gain 1 and bias 0."""

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from regard.errors import InputError
 from regard.models.pixel_resnet import PixelResNet
 from regard.runs.muon import Muon
 
@@ -61,8 +60,7 @@ def hold_and_descend(model: nn.Module, lr: float, weight_decay: float) -> tuple[
     trained at lr: the classifier's bias by SGD, pixel attention as under "muon". At lr = 0.02 and
     width 256 the rates are the source's.
     """
-    check_optimizer("muon-sgd", model)
-    assert isinstance(model, PixelResNet)
+    assert isinstance(model, PixelResNet)  # others are refused before: `refuse.refuse_unfit`
     kernels, biases = model.kernels(), model.biases()
     head = {} if model.classifier is None else dict(model.classifier.named_parameters())
     taken = {id(p) for p in (*kernels, *biases, *head.values())}
@@ -96,15 +94,6 @@ def hold_and_descend(model: nn.Module, lr: float, weight_decay: float) -> tuple[
         rest_groups = [group(vectors, 1, decay=False)]
         found.append(torch.optim.AdamW(rest_groups, betas=ADAM_BETAS, fused=True))
     return tuple(found)
-
-
-def check_optimizer(name: str, model: nn.Module) -> None:
-    """Refuse a model that the optimizer has no rates for."""
-    if name == "muon-sgd" and not isinstance(model, PixelResNet):
-        raise InputError(
-            "the optimizer muon-sgd has rates for PixelResNet alone, and this is a "
-            f"{type(model).__name__}; give --optimizer muon or adamw"
-        )
 
 
 def block_matrices(model: nn.Module) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from regard.errors import InputError
+from regard.models.pixel_resnet import PixelResNet
 from regard.runs.config import Recipe
 from regard.runs.reference import takes_statistics
 from regard.runs.sizes import size_multiple
@@ -28,6 +29,13 @@ def refuse_own(model_options: Mapping[str, Any]) -> None:
             raise InputError(f"--model-options gives {name}, which {OWN[name]} decides; use that")
 
 
+def refuse_unfit(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse a recipe that this model cannot be trained by."""
+    refuse_start_size(recipe, model)
+    refuse_single_images(recipe, model)
+    refuse_optimizer(recipe, model)
+
+
 def refuse_start_size(recipe: Recipe, model: nn.Module) -> None:
     """Refuse a first size that the model cannot cut into its patches."""
     unit = size_multiple(model)
@@ -46,6 +54,15 @@ def refuse_single_images(recipe: Recipe, model: nn.Module) -> None:
             f"a batch of {recipe.batch_size} in microbatches of {recipe.microbatch}; the batch "
             "norms of this model need 2 images or more at a time: raise --batch-size or "
             "--microbatch"
+        )
+
+
+def refuse_optimizer(recipe: Recipe, model: nn.Module) -> None:
+    """Refuse a model that the optimizer has no rates for."""
+    if recipe.optimizer == "muon-sgd" and not isinstance(model, PixelResNet):
+        raise InputError(
+            "the optimizer muon-sgd has rates for PixelResNet alone, and this is a "
+            f"{type(model).__name__}; give --optimizer muon or adamw"
         )
 
 

@@ -26,15 +26,14 @@ from regard.runs.health import health_probe
 from regard.runs.inherit import start_from, what_it_keeps
 from regard.runs.job import Job
 from regard.runs.log import MetricsLog
-from regard.runs.optimizer import build_optimizers, check_optimizer
+from regard.runs.optimizer import build_optimizers
 from regard.runs.prescan import without_quarantined
 from regard.runs.processes import Processes
 from regard.runs.reference import initialise, reference_images, takes_statistics
 from regard.runs.refuse import (
     refuse_inside,
     refuse_own,
-    refuse_single_images,
-    refuse_start_size,
+    refuse_unfit,
 )
 from regard.runs.reporter import Reporter
 from regard.runs.resolve import new_recipe, resumed_recipe
@@ -70,9 +69,7 @@ def new_job(
     }
     torch.manual_seed(recipe.seed)
     model = create(**arguments)
-    refuse_start_size(recipe, model)
-    refuse_single_images(recipe, model)
-    check_optimizer(recipe.optimizer, model)
+    refuse_unfit(recipe, model)
     if origin is not None:
         notes.append(start_from(model, origin, data))
     run_config = RunConfig(
@@ -106,8 +103,7 @@ def resume_job(
     recipe, changed = resumed_recipe(stored.recipe, config, data, processes.world)
     torch.manual_seed(recipe.seed)
     model = create(**stored.model)
-    refuse_single_images(recipe, model)
-    check_optimizer(recipe.optimizer, model)
+    refuse_unfit(recipe, model)
     if stored.recipe.init is not None and not folder.saved_steps():
         start_from(model, RunFolder.open(stored.recipe.init), data)
     steps = folder.saved_steps()
