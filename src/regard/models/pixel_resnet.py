@@ -195,7 +195,8 @@ class PixelResNet(nn.Module):
         x = self.stem(images.contiguous(memory_format=torch.channels_last))
         for stage in self.stages:
             x = stage(x)
-        return x.amax(dim=(2, 3))
+        # not amax, whose gradient looks for a rounded number among numbers a compiler may not round
+        return x.flatten(2).max(dim=2).values
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (b, num_classes), or features (b, widths[-1]) where num_classes is None."""
