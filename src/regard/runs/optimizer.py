@@ -1,4 +1,4 @@
-"""Optimizers: AdamW on everything, or Muon on the blocks' matrices with AdamW on the rest."""
+"""Optimizers: AdamW, Muon on the blocks' matrices with AdamW on the rest, or airbench94's."""
 
 from collections.abc import Sequence
 from typing import Any

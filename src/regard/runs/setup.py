@@ -30,11 +30,7 @@ from regard.runs.optimizer import build_optimizers
 from regard.runs.prescan import without_quarantined
 from regard.runs.processes import Processes
 from regard.runs.reference import initialise, reference_images, takes_statistics
-from regard.runs.refuse import (
-    refuse_inside,
-    refuse_own,
-    refuse_unfit,
-)
+from regard.runs.refuse import refuse_inside, refuse_own, refuse_unfit
 from regard.runs.reporter import Reporter
 from regard.runs.resolve import new_recipe, resumed_recipe
 from regard.runs.state import TrainState
