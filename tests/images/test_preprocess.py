@@ -75,7 +75,7 @@ def test_extreme_shapes_keep_at_least_a_pixel():
 SIDES = st.integers(1, 60)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SIDES, SIDES, SIDES, SIDES, st.sampled_from(["stretch", "crop", "letterbox"]))
 def test_places_lead_back_to_the_picture(height, width, h, w, fit):
     geometry = Preprocess((h, w), fit).geometry(height, width)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import regard
@@ -32,22 +32,6 @@ def reference(x, params, num_groups, num_heads, eps=1e-5):
     """The loops, on exactly the numbers that the given tensors hold."""
     arrays = {key: value.double().numpy() for key, value in params.items()}
     return loops.pixel_attention(x.double().numpy(), arrays, num_groups, num_heads, eps)
-
-
-def plain_float32(x, params, num_groups, num_heads, eps=1e-5):
-    """The formula as one would write it with torch."""
-    b, c, h, w = x.shape
-    z = torch.group_norm(x, num_groups, params["norm_weight"], params["norm_bias"], eps)
-    z = z.flatten(2).transpose(1, 2)
-    heads = []
-    for name in "qkv":
-        y = torch.nn.functional.linear(z, params[f"{name}_weight"], params[f"{name}_bias"])
-        heads.append(y.view(b, h * w, num_heads, -1).transpose(1, 2))
-    q, k, v = heads
-    weights = (q @ k.transpose(-1, -2) / math.sqrt(c // num_heads)).softmax(-1)
-    o = (weights @ v).transpose(1, 2).reshape(b, h * w, c)
-    o = torch.nn.functional.linear(o, params["out_weight"], params["out_bias"])
-    return x + o.transpose(1, 2).reshape(b, c, h, w)
 
 
 def relative_error(out, expected, x=0.0):
@@ -87,38 +71,57 @@ def make_map(case, dtype, rng):
     return x
 
 
-HALF = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# A sum of 25 pixels and sums over 16 channels may each lose half a unit a term; half precision
+# is summed in float32 and rounded some six times. The worst of 12,000 cases: 1.9, 4.6, 0.5, 1.0.
+ROUNDINGS = {torch.float32: 32, torch.float64: 32, torch.float16: 4, torch.bfloat16: 4}
+HALF = (torch.float16, torch.bfloat16)
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cases())
-def test_agrees_with_the_loops(case):
-    rng = np.random.default_rng(case["seed"])
-    params = random_params(case["shape"][1], rng)
+def rounding_scale(x, params, num_groups, num_heads, eps=1e-5):
+    """What one rounding may cost: the largest of |x| and of the added terms without their signs,
+    the latter times 1 + the largest logit so computed, since an error of a logit is one of a
+    weight, relatively. Terms that cancel, and large logits, thus loosen the bound by as much as
+    they cost any way of computing the formula."""
+    x, p = x.double().numpy(), {key: value.double().numpy() for key, value in params.items()}
+    b, c, h, w = x.shape
+    normed = loops.group_norm(x, num_groups, p["norm_weight"], np.zeros(c), eps)
+    z = np.abs(normed) + np.abs(p["norm_bias"])[:, None, None]
+    z = z.reshape(b, c, h * w).transpose(0, 2, 1)
+    q, k, v = (z @ np.abs(p[f"{n}_weight"]).T + np.abs(p[f"{n}_bias"]) for n in "qkv")
+    heads = (q.max(1) * k.max(1)).reshape(b, num_heads, -1).sum(-1)
+    logit = heads.max() / math.sqrt(c // num_heads)
+    added = (v @ np.abs(p["out_weight"]).T + np.abs(p["out_bias"])).max()
+    return max(np.abs(x).max(), added * (1 + logit))
+
+
+def roundings(case, std, dtype):
+    """The error of one case in units of the last place of `rounding_scale`."""
+    params = tensors(
+        random_params(case["shape"][1], np.random.default_rng(case["seed"]), std), dtype
+    )
+    x = make_map(case, dtype, np.random.default_rng(case["seed"]))
     where = (case["num_groups"], case["num_heads"])
-    for dtype, bound in {torch.float32: 2e-6, torch.float64: 1e-12, **HALF}.items():
+    out = regard.pixel_attention(x, params, *where)
+    assert out.shape == x.shape
+    assert out.dtype == dtype
+    error = np.abs(out.double().numpy() - reference(x, params, *where)).max()
+    return error / (torch.finfo(dtype).eps * rounding_scale(x, params, *where))
+
+
+@settings(max_examples=500)
+@given(cases(), st.sampled_from([None, None, 0.5, 1.0, 2.0]))
+def test_agrees_with_the_loops(case, std):
+    for dtype in (torch.float32, torch.float64, *HALF):
         if dtype in HALF and case["spread"] != 1.0:
             continue  # rounding the input to half precision leaves nothing of so small a spread
-        x = make_map(case, dtype, np.random.default_rng(case["seed"]))
-        held = tensors(params, dtype)
-        out = regard.pixel_attention(x, held, *where)
-        assert out.shape == x.shape
-        assert out.dtype == dtype
-        assert relative_error(out, reference(x, held, *where), x.double()) <= bound
+        assert roundings(case, std, dtype) <= ROUNDINGS[dtype]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cases(), st.sampled_from([0.5, 1.0, 2.0]))
-def test_wild_weights_are_no_worse_than_the_plain_form(case, std):
-    rng = np.random.default_rng(case["seed"])
-    params = tensors(random_params(case["shape"][1], rng, std), torch.float32)
-    x = make_map(case, torch.float32, rng)
-    where = (case["num_groups"], case["num_heads"])
-    expected = reference(x, params, *where)
-    plain = relative_error(plain_float32(x, params, *where), expected, x.double())
-    ours = relative_error(regard.pixel_attention(x, params, *where), expected, x.double())
-    # two roundings of the same sums differ by chance: up to 2.06 times seen in some hundred cases
-    assert ours <= max(2.5 * plain, 2e-6)
+def test_terms_that_cancel_cost_no_more_than_their_rounding():
+    # Here the added map is a tenth of the terms it sums, so relative to itself the error is large.
+    where = {"num_heads": 1, "num_groups": 1, "layout": "contiguous"}
+    case = {"shape": (1, 1, 2, 2), "offset": 0.0, "spread": 1e-3, "seed": 1173331, **where}
+    assert roundings(case, None, torch.float32) <= 2
 
 
 def test_hand_computed_two_pixels():

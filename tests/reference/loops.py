@@ -14,8 +14,10 @@ def group_norm(x, num_groups, weight, bias, eps):
             run = slice(group * per_group, (group + 1) * per_group)
             values = x[b, run]
             mean = values.mean()
-            variance = ((values - mean) ** 2).mean()
-            out[b, run] = (values - mean) / math.sqrt(variance + eps)
+            centred = values - mean
+            centred -= centred.mean()  # the mean is rounded to the size of the values
+            variance = (centred**2).mean()
+            out[b, run] = centred / math.sqrt(variance + eps)
     return out * weight[:, None, None] + bias[:, None, None]
 
 
