@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import common
-from regard.weights import accelerate
-from regard.weights.accelerate import attentions
+from regard.acceleration.swap import accelerate, attentions
 
 Inputs = tuple[Tensor, ...]
 State = list[tuple[nn.Module, type, dict[str, Any]]]

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import common
-from regard import attend
-from regard.hardware import BF16_PRODUCTS
-from regard.layers.attend_choice import Problem, attention_kernel, choose
+from regard._device import BF16_PRODUCTS
+from regard.layers.attend import Problem, attend, attention_kernel, choose
 
 # batch, heads, tokens, width of a head
 CELLS = (

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import table
-from regard.runs.folder import RunFolder
+from regard.training.run_folder import RunFolder
 
 LEVELS = (0.80, 0.85, 0.90, 0.93)
 

@@ -103,7 +103,7 @@ def gemm_limit(dtype: torch.dtype, device: str) -> float:
     """GFLOP/s of one large matrix product, best of five, in the dtype that is fastest here."""
     side = 1536 if device == "cpu" else 8192
     if device == "cpu" and dtype != torch.float32:
-        from regard.hardware import BF16_PRODUCTS
+        from regard._device import BF16_PRODUCTS
 
         dtype = dtype if BF16_PRODUCTS and dtype == torch.bfloat16 else torch.float32
     a = torch.randn(side, side, device=device).to(dtype)
@@ -170,7 +170,7 @@ def machine(device: str) -> str:
     """The machine in words that name what matters to the figures."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
-    from regard.hardware import BF16_PRODUCTS
+    from regard._device import BF16_PRODUCTS
 
     has = "with" if BF16_PRODUCTS else "no"
     return (

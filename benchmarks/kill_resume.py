@@ -68,7 +68,7 @@ def in_child(work: Any) -> int:
 
 def die_at_write(number: int) -> None:
     """SIGKILL this process at its `number`-th flush to the disk, before it happens."""
-    from regard import files
+    from regard import _io as files
 
     real, left = files.sync, [number]
 
@@ -85,7 +85,7 @@ def train_in_child(config: Any, write: int = 0) -> int:
     """Train in a child that dies at its `write`-th flush, if that is not 0."""
 
     def work() -> None:
-        from regard.runs.train import train
+        from regard.training.trainer import train
 
         if write:
             die_at_write(write)
@@ -113,8 +113,7 @@ def main() -> int:
     import sklearn.datasets
     import sklearn.metrics  # noqa: F401
 
-    from regard.runs.config import TrainConfig
-    from regard.runs.train import train  # noqa: F401
+    from regard.training.config import TrainConfig
 
     draw = random.Random(arguments.seed)
     same = 0

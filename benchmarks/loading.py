@@ -22,7 +22,12 @@ from PIL import Image, ImageOps
 from torch.nn import functional as F
 
 import regard
-from regard.images import Augment, Preprocess, TrainBatches, decode, open_data, remember
+from regard.data.augment import Augment
+from regard.data.batches import TrainBatches
+from regard.data.decode import decode
+from regard.data.memory_cache import remember
+from regard.data.open import open_data
+from regard.data.preprocess import Preprocess
 
 ROUNDS = 60
 ORIENTATION = 0x0112

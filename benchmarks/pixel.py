@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import regard
 from benchmarks import common
-from regard.layers.attend_choice import attention_kernel
+from regard.layers.attend import attention_kernel
 from regard.layers.pixel_attention import KEYS
 
 # batch, channels, side of the map, groups, heads

@@ -17,8 +17,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks import common
-from regard import PixelAttention, create
-from regard.record import attention_health, record
+from regard.interpret.health import attention_health
+from regard.interpret.record import record
+from regard.layers.pixel_attention import PixelAttention
+from regard.models.registry import create
 
 REDUCTIONS = ("received", "entropy", "largest_logit")
 
@@ -126,9 +128,9 @@ def answer_times(moves: int = 60) -> list[float]:
     """
     from playwright.sync_api import sync_playwright
 
-    from regard.images import Preprocess
-    from regard.views.look_data import Picture, look_at
-    from regard.views.look_page import look_page
+    from regard.data.preprocess import Preprocess
+    from regard.pages.look_data import Picture, look_at
+    from regard.pages.look_page import look_page
 
     model = create("simple-vit-s/16", num_classes=10).eval()
     preprocess = Preprocess((224, 224))

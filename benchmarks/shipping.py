@@ -22,15 +22,21 @@ from pathlib import Path
 import torch
 
 import regard
-from regard.deploy.facts import FileFacts
-from regard.deploy.int8 import quantise
-from regard.deploy.predict import PredictOptions, predict
-from regard.deploy.predictor import Predictor, load
-from regard.deploy.runners import ModuleRunner, Runner, open_file
-from regard.deploy.timing import interleaved
-from regard.deploy.writers import dynamic_axes, trace, write
-from regard.files import write_weights
-from regard.images import Preprocess
+from regard._io import write_weights
+from regard.data.preprocess import Preprocess
+from regard.export.formats import (
+    FileFacts,
+    ModuleRunner,
+    Runner,
+    dynamic_axes,
+    open_file,
+    quantise,
+    trace,
+    write,
+)
+from regard.export.parity import interleaved
+from regard.predict.predict import PredictOptions, predict
+from regard.predict.predictor import Predictor, load
 
 CLASSES = tuple(f"class {i}" for i in range(10))
 # name: side of the input

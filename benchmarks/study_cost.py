@@ -9,12 +9,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks import common
-from regard.images import Preprocess, open_data
-from regard.runs.optimizer import build_optimizers
-from regard.study.forms import FORMS, build
-from regard.study.pictures import read_pictures
-from regard.study.plan import DEFAULTS
-from regard.study.trial import CHECKS, POINTS, held_out, measured
+from regard.data.open import open_data
+from regard.data.preprocess import Preprocess
+from regard.study.plan import DEFAULTS, FORMS, build
+from regard.study.trial import CHECKS, POINTS, held_out, measured, read_pictures
+from regard.training.optimizers import build_optimizers
 
 
 def calls(form: str, device: str) -> dict[str, common.Call]:

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from regard.study.folder import StudyFolder
-from regard.study.forms import NAMES
-from regard.study.summary import Cell, Summary, summarise
+from regard.study.findings import Cell, Summary, summarise
+from regard.study.plan import NAMES, StudyFolder
 
 COLOURS = {
     "none": "#c4401b", "cap": "#a87600", "unit": "#2463c9", "rms": "#0b8468", "layer": "#8a4fbf",

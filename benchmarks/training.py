@@ -25,14 +25,14 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.common import milliseconds, once, store, stored, table
-from regard.runs.config import TrainConfig
-from regard.runs.folder import RunFolder
-from regard.runs.job import Job
-from regard.runs.loop import run
-from regard.runs.optimizer import build_optimizers
-from regard.runs.processes import Processes
-from regard.runs.reporter import Reporter
-from regard.runs.setup import new_job
+from regard.training.config import TrainConfig
+from regard.training.distributed import Processes
+from regard.training.loggers import Reporter
+from regard.training.optimizers import build_optimizers
+from regard.training.run_folder import RunFolder
+from regard.training.setup import new_job
+from regard.training.step import Job
+from regard.training.trainer import run
 
 MODELS = ("simple-vit-ti/4", "pixel-resnet-s")
 CLASSES, SIDE, BATCH = 10, 32, 128

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import regard
 from benchmarks import common
-from regard.weights import convert
+from regard.convert.conversion import convert
 
 BATCHES = {"1": 1, "8": 8, "32": 32}
 PEERS = ("vit-pytorch", "timm")

@@ -5,15 +5,9 @@ import os
 import pytest
 import torch
 
-from regard import files
+from regard import _io as files
+from regard._io import atomic_folder, atomic_write, read_json, read_weights, write_weights
 from regard.errors import InputError
-from regard.files import (
-    atomic_folder,
-    atomic_write,
-    read_json,
-    read_weights,
-    write_weights,
-)
 
 STATE = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
 

@@ -1,107 +1,124 @@
-"""Who may import whom (docs/architecture.md), and what `import regard` may cost."""
+"""Who may import whom (docs/architecture.md), that nothing imports in a circle, and what
+`import regard` may load."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1] / "src" / "regard"
+import pytest
 
-BASE = {"errors", "devices", "files", "locks"}
-RUN_READERS = {"runs.folder", "runs.config", "runs.metrics"}
+ROOT = Path(__file__).parents[1] / "src" / "regard"
+BASE = {"errors", "_version", "_io", "_device", "_png"}
+RUN_READERS = {"training.run_folder", "training.config", "training.metrics", "training.evaluate"}
 ALLOWED = {
     "errors": set(),
-    "devices": {"errors"},
-    "files": {"errors"},
-    "locks": {"errors"},
-    "hardware": set(),
-    "layers": {"errors", "files", "hardware"},
-    "foreign": {"errors", "files", "layers"},
-    "record": {"errors", "files", "layers", "foreign"},
-    "models": {"errors", "files", "hardware", "layers"},
-    "weights": {"errors", "files", "layers", "models", "foreign"},
-    "images": {"errors", "files", "locks"},
-    "runs": {*BASE, "hardware", "images", "models", "record"},
-    "views": {"errors", "devices", "files", "models", "record", "images", *RUN_READERS},
-    "deploy": {*BASE, "models", "record", "images", *RUN_READERS},
-    "study": {
-        *BASE,
-        "images",
-        "layers",
-        "models",
-        "record",
-        "runs",
-        "views",
-    },
+    "_version": set(),
+    "_png": {"errors"},
+    "_io": {"errors"},
+    "_device": {"errors"},
+    "layers": BASE,
+    "foreign": {*BASE, "layers"},
+    "models": {*BASE, "layers"},
+    "convert": {*BASE, "layers", "models", "foreign"},
+    "acceleration": {*BASE, "layers", "models", "foreign", "convert.layouts"},
+    "data": BASE,
+    "interpret": {*BASE, "layers", "foreign", "models", "data.preprocess"},
+    "training": {*BASE, "data", "models", "interpret"},
+    "pages": {*BASE, "interpret", "data", "models", *RUN_READERS},
+    "export": {*BASE, "models", "data", "interpret", "layers", *RUN_READERS},
+    "predict": {*BASE, "models", "data", "interpret", "export.formats", *RUN_READERS},
+    "study": {*BASE, "layers", "models", "data", "interpret", "training", "pages"},
 }
-# What may never be imported when a module is loaded: only inside the function that needs it.
+# They join the packages, each command importing late.
+COMMAND_LINE = {"__init__", "__main__", "cli"}
+# Imported only inside the function that needs it.
 OPTIONAL = {
-    "PIL", "datasets", "huggingface_hub", "lightning_fabric", "matplotlib", "monai", "onnx",
-    "onnxruntime", "onnxscript", "pyarrow", "rich", "simplejpeg", "sklearn", "tensorboard", "timm",
-    "torchvision", "tyro", "diffusers", "vit_pytorch", "einops", "pandas",
+    "PIL", "datasets", "diffusers", "einops", "huggingface_hub", "lightning_fabric", "monai",
+    "onnx", "onnxruntime", "onnxscript", "pandas", "pyarrow", "rich", "scipy", "simplejpeg",
+    "sklearn", "tensorboard", "timm", "torchvision", "tyro", "vit_pytorch",
 }  # fmt: skip
 
-
-# `__main__` loads the other two, and names the extra when that fails.
-THE_COMMAND_LINE = ("__init__", "__main__", "cli", "options")
-
-
-def modules():
-    for path in sorted(ROOT.rglob("*.py")):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        yield name.removesuffix(".__init__"), path
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in ROOT.rglob("*.py")
+}
 
 
-def imported_names(node):
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        assert node.level == 0, "relative imports hide who imports whom"
-        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return []
+def imports(code, *, nested=True):
+    """The dotted names that a module's text imports; with `nested`, inside functions too."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree) if nested else tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide who imports whom"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole.removeprefix("regard.") in MODULES else node.module
 
 
-def violations(name, tree):
-    part = name.split(".")[0]
-    if part in THE_COMMAND_LINE:
-        return
-    for node in ast.walk(tree):
-        for imported in imported_names(node):
-            if not imported.startswith("regard."):
-                continue
-            target = imported.removeprefix("regard.")
-            top = target.split(".")[0]
-            ours = (ROOT / top).exists() or (ROOT / f"{top}.py").exists()
-            if ours and top != part and not may_import(part, target):
-                yield f"{name} imports {target}"
+def ours(code):
+    """The modules of this package that a module's text imports."""
+    for name in imports(code):
+        if name == "regard":
+            yield ""
+        elif name.startswith("regard."):
+            yield name.removeprefix("regard.")
 
 
-def may_import(part, target):
-    """Whether `part` may import `target`, a dotted name or, from an import list, a prefix of it."""
-    return any(
-        target == one or target.startswith(one + ".") or one.startswith(target + ".")
-        for one in ALLOWED[part]
-    )
+def violations(module, code):
+    part = module.split(".")[0]
+    for target in ours(code):
+        allowed = any(target == one or target.startswith(one + ".") for one in ALLOWED[part])
+        if target.split(".")[0] != part and not allowed:
+            yield f"{module} imports {target or 'the root of the package'}"
 
 
-def test_the_layers_hold():
-    found = [v for name, path in modules() for v in violations(name, ast.parse(path.read_text()))]
-    assert not found, found
+def test_each_package_imports_what_it_may():
+    found = [
+        violation
+        for module, path in MODULES.items()
+        if module not in COMMAND_LINE
+        for violation in violations(module, path.read_text())
+    ]
+    assert not found
 
 
-def test_the_rule_can_fail():
-    assert list(violations("images.decode", ast.parse("from regard.layers.attend import attend")))
-    assert list(violations("views.report", ast.parse("from regard.runs.loop import train")))
-    assert not list(violations("views.report", ast.parse("from regard.runs.folder import Run")))
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("data.decode", "from regard.layers.attend import attend"),
+        ("pages.train_report", "def f():\n    from regard.training.trainer import train"),
+        ("study.study", "import regard"),
+        ("layers.attend", "from regard import attend"),
+    ],
+)
+def test_a_forbidden_import_is_found(module, code):
+    assert list(violations(module, code))
+
+
+def graph(modules):
+    return {module: set(ours(code)) - {module} for module, code in modules.items()}
+
+
+def test_no_circle():
+    found = graph({module: path.read_text() for module, path in MODULES.items()})
+    list(graphlib.TopologicalSorter(found).static_order())
+
+
+def test_a_circle_is_found():
+    code = {"_io": "from regard import errors", "errors": "from regard._io import sync"}
+    with pytest.raises(graphlib.CycleError):
+        list(graphlib.TopologicalSorter(graph(code)).static_order())
 
 
 def test_optional_packages_are_imported_late():
-    for name, path in modules():
-        if name in THE_COMMAND_LINE:
-            continue
-        for node in ast.parse(path.read_text()).body:
-            for imported in imported_names(node):
-                assert imported.split(".")[0] not in OPTIONAL, f"{name} imports {imported} at load"
+    for module, path in MODULES.items():
+        if module not in COMMAND_LINE:
+            top = {name.split(".")[0] for name in imports(path.read_text(), nested=False)}
+            assert not top & OPTIONAL, module
 
 
 def test_import_regard_is_quiet_and_light():

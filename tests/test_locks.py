@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from regard import locks
+from regard import _io as locks
+from regard._io import locked
 from regard.errors import InputError
-from regard.locks import locked
 
 
 class Bytes:

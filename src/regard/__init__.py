@@ -11,21 +11,20 @@ patches), n tokens (m where keys and queries differ), g heads, d width of a head
 
 from typing import TYPE_CHECKING, Any
 
+from regard._version import __version__
+from regard.acceleration.swap import accelerate, restore
 from regard.errors import InputError, MissingExtraError, RegardError
-from regard.layers.attend import attend
-from regard.layers.attend_choice import attention_kernel
-from regard.layers.attend_explain import explain
+from regard.interpret.health import attention_health
+from regard.interpret.record import record
+from regard.interpret.relevance import class_relevance
+from regard.layers.attend import attend, attention_kernel, explain
 from regard.layers.pixel_attention import PixelAttention, pixel_attention
-from regard.models.create import create
 from regard.models.pixel_resnet import PixelResNet
+from regard.models.registry import create
 from regard.models.simple_vit import SimpleViT
-from regard.record import attention_health, class_relevance, record
-from regard.weights import accelerate, restore
 
 if TYPE_CHECKING:
-    from regard.deploy.predictor import load
-
-__version__ = "0.1.0"
+    from regard.predict.predictor import load
 
 __all__ = [
     "InputError",
@@ -34,6 +33,7 @@ __all__ = [
     "PixelResNet",
     "RegardError",
     "SimpleViT",
+    "__version__",
     "accelerate",
     "attend",
     "attention_health",
@@ -51,7 +51,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # `load` reads run folders and pictures; who only wants a layer need not wait for that.
     if name == "load":
-        from regard.deploy.predictor import load
+        from regard.predict.predictor import load
 
         return load
     raise AttributeError(f"module 'regard' has no attribute {name!r}")

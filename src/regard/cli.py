@@ -1,15 +1,202 @@
-"""The commands: parse, build a frozen options object, make one call. Each imports late."""
+"""Frozen dataclasses to command lines: the docstring under a field is its help."""
 
+import dataclasses
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from regard import __version__
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+from regard._version import __version__
 from regard.errors import InputError, duration, nearest
-from regard.options import parse
+
+Options = TypeVar("Options")
+
+
+def parse(
+    options: type[Options], command: str, arguments: list[str], positional: tuple[str, ...]
+) -> Options:
+    """`arguments` as an instance of the dataclass `options`; exits with 2 on what is not legal.
+
+    Fields named in `positional` are given by place, the others as --name value. A field that is
+    itself such a dataclass adds its fields.
+    """
+    refuse_empty(arguments)
+    arguments = by_place_first(arguments)
+    refuse_unknown(command, arguments, option_names(options))
+    shown: Any = described(options, positional)
+    parsed = tyro.cli(
+        shown,
+        prog=f"regard {command}",
+        args=arguments,
+        description=inspect.cleandoc(options.__doc__ or ""),
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    return typing.cast(Options, rebuilt(options, parsed))
+
+
+def described(options: type[Any], positional: tuple[str, ...] = ()) -> type[Any]:
+    """A subclass of `options` whose fields tell the parser how help shows them."""
+    hints = typing.get_type_hints(options)
+    fields: list[Any] = []
+    by_place: Any = tyro.conf.Positional
+    for field in dataclasses.fields(options):
+        hint = hints[field.name]
+        default = dataclasses.field(default=field.default, default_factory=field.default_factory)
+        if dataclasses.is_dataclass(hint):
+            inner = described(typing.cast(Any, hint))
+            kind: Any = Annotated[inner, tyro.conf.arg(name="")]
+            default = dataclasses.field(default_factory=inner)
+        else:
+            word = metavar(field, hint, field.name in positional)
+            shown = tyro.conf.arg(
+                name=field.name.rstrip("_"), metavar=word, help_behavior_hint=default_hint(field)
+            )
+            if typing.get_origin(hint) is dict:
+                hint = dict[str, Annotated[Any, VALUE]]
+            kind = Annotated[hint, shown]
+        if field.name in positional:
+            kind = by_place[kind]
+        fields.append((field.name, kind, default))
+    # Values are checked when the dataclass itself is built, and refused in its own words.
+    namespace = {"__doc__": options.__doc__, "__post_init__": lambda self: None}
+    return dataclasses.make_dataclass(
+        options.__name__, fields, bases=(options,), frozen=True, namespace=namespace
+    )
+
+
+def value_of(word: str) -> Any:
+    """true, false and none, a number, numbers with commas between them as a list, or the word."""
+    constants = {"true": True, "false": False, "none": None}
+    if word.lower() in constants:
+        return constants[word.lower()]
+    for kind in (int, float):
+        try:
+            numbers = [kind(part) for part in word.split(",")]
+        except ValueError:
+            continue
+        return numbers if "," in word else numbers[0]
+    return word
+
+
+#: How the values of a dictionary are read, whose types its fields do not say.
+VALUE = PrimitiveConstructorSpec[Any](
+    nargs=1,
+    metavar="VALUE",
+    instance_from_str=lambda words: value_of(words[0]),
+    is_instance=lambda value: True,
+    str_from_instance=lambda value: [str(value)],
+)
+
+
+def rebuilt(options: Any, parsed: Any) -> Any:
+    """What was parsed as an instance of `options` itself, nested ones too."""
+    hints = typing.get_type_hints(options)
+    values = {}
+    for field in dataclasses.fields(options):
+        value = getattr(parsed, field.name)
+        inner = hints[field.name]
+        values[field.name] = rebuilt(inner, value) if dataclasses.is_dataclass(inner) else value
+    return options(**values)
+
+
+def option_names(options: type[Any]) -> list[str]:
+    """The names of all fields, those of nested dataclasses in place of them."""
+    hints = typing.get_type_hints(options)
+    names = []
+    for field in dataclasses.fields(options):
+        inner = hints[field.name]
+        names += (
+            option_names(typing.cast(Any, inner))
+            if dataclasses.is_dataclass(inner)
+            else [field.name.rstrip("_")]
+        )
+    return names
+
+
+def refuse_empty(arguments: list[str]) -> None:
+    """Refuse an empty word, which a shell makes of a variable that is not set."""
+    if "" in arguments:
+        place = arguments.index("")
+        where = f"after {arguments[place - 1]}" if place else "first"
+        raise InputError(
+            f"an empty word came {where}, as of a shell variable that is not set; give a value, or "
+            "leave it out"
+        )
+
+
+def by_place_first(arguments: list[str]) -> list[str]:
+    """What follows a bare -- before the first option, as what is given by place."""
+    if "--" not in arguments:
+        return arguments
+    at = arguments.index("--")
+    before, after = arguments[:at], arguments[at + 1 :]
+    names = [f"./{name}" if name.startswith("-") else name for name in after]
+    first = next((i for i, argument in enumerate(before) if argument.startswith("-")), at)
+    return before[:first] + names + before[first:]
+
+
+def refuse_unknown(command: str, arguments: list[str], names: Iterable[str]) -> None:
+    """Refuse an option that the command does not have, with the nearest that it has."""
+    known = ["--help", *("--" + name.replace("_", "-") for name in names)]
+    for argument in arguments:
+        option = argument.split("=")[0].replace("_", "-")
+        if argument.startswith("--") and option not in known:
+            raise InputError(
+                f"{command} has no option {option}; {nearest(option, known)} "
+                f"(regard {command} --help lists all; a file of that name is ./{argument})"
+            )
+
+
+def metavar(field: "dataclasses.Field[Any]", hint: Any, is_positional: bool) -> str | None:
+    """What stands for the value in the help: DATA, [DATA] where it may be left out, IMAGES …
+    where there may be several, PATH, {a,b}, INT INT; nothing for a flag.
+    """
+    if is_positional:
+        several = typing.get_origin(hint) is tuple
+        word = field.name.upper() + " …" * several
+        return f"[{word}]" if field.default is None else word
+    if hint is bool:
+        return None
+    kinds = [kind for kind in alternatives(hint) if kind is not type(None)]
+    words = []
+    for kind in kinds:
+        if typing.get_origin(kind) is typing.Literal:
+            words.append("{" + ",".join(str(value) for value in typing.get_args(kind)) + "}")
+        elif typing.get_origin(kind) is tuple:
+            inner = typing.get_args(kind)
+            words.append(
+                "VALUE …" if inner[-1] is ... else " ".join(k.__name__.upper() for k in inner)
+            )
+        elif typing.get_origin(kind) is dict:
+            words.append("NAME VALUE …")
+        else:
+            words.append(kind.__name__.upper())
+    return "|".join(words)
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """The members of a union, or the one type that is none."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return typing.get_args(hint)
+    return (hint,)
+
+
+def default_hint(field: "dataclasses.Field[Any]") -> str:
+    """The default as help shows it; nothing where it says nothing."""
+    if field.default is dataclasses.MISSING:
+        return "(required)" if field.default_factory is dataclasses.MISSING else ""
+    return "" if field.default in (None, False, "", ()) else f"(default: {field.default})"
+
+
+# The commands: parse, build a frozen options object, make one call. Each imports late.
 
 
 @dataclass(frozen=True)
@@ -31,9 +218,9 @@ class EvalOptions:
 
 def train_command(arguments: list[str]) -> int:
     """`regard train`: train or resume, then write the report."""
-    from regard.runs.config import TrainConfig
-    from regard.runs.train import train
-    from regard.views.report import write_report
+    from regard.pages.train_report import write_report
+    from regard.training.config import TrainConfig
+    from regard.training.trainer import train
 
     result = train(parse(TrainConfig, "train", arguments, ("data",)))
     if not result.main:
@@ -50,8 +237,8 @@ def train_command(arguments: list[str]) -> int:
 
 def eval_command(arguments: list[str]) -> int:
     """`regard eval`: print the figures, and write them where asked."""
-    from regard.runs.evaluate import evaluate, write_evaluation
-    from regard.runs.folder import RunFolder
+    from regard.training.evaluate import evaluate, write_evaluation
+    from regard.training.run_folder import RunFolder
 
     options = parse(EvalOptions, "eval", arguments, ("run", "data"))
     if options.out is not None and options.out.exists():
@@ -94,7 +281,10 @@ class InspectOptions:
 
 def inspect_command(arguments: list[str]) -> int:
     """`regard inspect`: scan, then write the page and the quarantine list."""
-    from regard.images import Preprocess, inspect_data, open_data, write_inspection_page
+    from regard.data.inspection import inspect_data
+    from regard.data.open import open_data
+    from regard.data.preprocess import Preprocess
+    from regard.pages.inspect_page import write_inspection_page
 
     options = parse(InspectOptions, "inspect", arguments, ("data",))
     data = open_data(options.data, channels=options.channels)
@@ -122,7 +312,7 @@ def inspect_command(arguments: list[str]) -> int:
 
 def look_command(arguments: list[str]) -> int:
     """`regard look`: pictures of what a model attends to, and a page to point at."""
-    from regard.views.look import LookOptions, look
+    from regard.pages.look import LookOptions, look
 
     result = look(parse(LookOptions, "look", arguments, ("run", "images")))
     if result.faithfulness:
@@ -136,7 +326,7 @@ def look_command(arguments: list[str]) -> int:
 
 def predict_command(arguments: list[str]) -> int:
     """`regard predict`: a row for each picture."""
-    from regard.deploy.predict import PredictOptions, predict
+    from regard.predict.predict import PredictOptions, predict
 
     print(predict(parse(PredictOptions, "predict", with_out(arguments), ("run", "inputs")), say))
     return 0
@@ -144,7 +334,7 @@ def predict_command(arguments: list[str]) -> int:
 
 def export_command(arguments: list[str]) -> int:
     """`regard export`: one file, proven equal."""
-    from regard.deploy.export import ExportOptions, export
+    from regard.export.export import ExportOptions, export
 
     print(export(parse(ExportOptions, "export", with_out(arguments), ("run",)), say))
     return 0
@@ -152,7 +342,7 @@ def export_command(arguments: list[str]) -> int:
 
 def convert_command(arguments: list[str]) -> int:
     """`regard convert`: weights from one library's layout to another's."""
-    from regard.weights.command import ConvertOptions, convert_file
+    from regard.convert.conversion import ConvertOptions, convert_file
 
     convert_file(parse(ConvertOptions, "convert", arguments, ("src",)))
     return 0
@@ -160,7 +350,8 @@ def convert_command(arguments: list[str]) -> int:
 
 def study_command(arguments: list[str]) -> int:
     """`regard study`: whether QK norm helps on this data."""
-    from regard.study import StudyOptions, study
+    from regard.study.plan import StudyOptions
+    from regard.study.study import study
 
     result = study(parse(StudyOptions, "study", arguments, ("data",)))
     print(f"{result.conclusion}\npage        {result.page}")

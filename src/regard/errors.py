@@ -44,3 +44,24 @@ def nearest(name: str, valid: Iterable[str], how_many: int = 3) -> str:
     names = list(valid)
     close = difflib.get_close_matches(name, names, n=how_many, cutoff=0.4) or names[:how_many]
     return "nearest: " + ", ".join(close) if close else "there are none"
+
+
+# Lists and long texts in messages.
+
+
+def listing(keys: Iterable[str], most: int = 12) -> str:
+    """Names in words, sorted, the first `most` of them."""
+    return first(sorted(keys), most)
+
+
+def first(names: Iterable[str], most: int = 12) -> str:
+    """Names in words, in their order, the first `most` of them."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(brief(name, 120) for name in names[:most]) or "nothing") + more
+
+
+def brief(text: object, most: int = 200) -> str:
+    """Text on one line that can be printed, without its middle where it is long."""
+    line = " ".join(str(text).split()).encode("utf-8", "backslashreplace").decode()
+    return line if len(line) <= most else f"{line[: most // 2]}…{line[-most // 2 :]}"

@@ -6,8 +6,8 @@ from typing import Literal
 
 import pytest
 
+from regard.cli import parse
 from regard.errors import InputError
-from regard.options import parse
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from regard import InputError, attend, hardware
-from regard.layers.attend_choice import attention_kernel
+from regard import _device as hardware
+from regard.errors import InputError
+from regard.layers.attend import attend, attention_kernel
 
 KERNELS = ("auto", "plain", "sdpa", "blocked")
 

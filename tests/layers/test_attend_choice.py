@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import regard
-from regard import hardware
+from regard import _device as hardware
 from regard.errors import InputError
-from regard.layers.attend_choice import Problem, attention_kernel, choose
-from regard.layers.attend_explain import explain
+from regard.layers.attend import Problem, attention_kernel, choose, explain
 from regard.layers.attend_kernels import blocked_forward, blocks
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from regard import attend
-from regard.layers import attend_function
-from regard.layers.attend_function import NativeAttention, native
+from regard.layers import attend_kernels as attend_function
+from regard.layers.attend import attend
+from regard.layers.attend_kernels import NativeAttention, native
 
 KERNELS = ("plain", "sdpa", "blocked")
 

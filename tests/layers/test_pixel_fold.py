@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import regard
-from regard.layers.group_norm import group_norm
-from regard.layers.pixel_attention import KEYS
+from regard.layers.pixel_attention import KEYS, group_norm
 
 SHAPES = [(2, 8, 3, 5), (1, 8, 1, 1), (3, 8, 16, 17)]
 
@@ -42,13 +41,17 @@ def test_folded_equals_float64(shape, heads, offset):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("heads", [1, 4])
 def test_folding_in_half_precision_is_no_worse_than_the_plain_form(dtype, heads):
-    module = make(heads).to(dtype)
-    x = torch.randn(2, 8, 9, 9, generator=torch.Generator().manual_seed(2)).to(dtype)
-    exact = unfolded(copy.deepcopy(module).double(), x.double())
-    with torch.no_grad():
-        folded = (module(x) - exact).norm()
-    plain = (unfolded(module, x) - exact).norm()
-    assert folded <= 1.2 * plain
+    # Of single weights the ratio runs from 0.6 to 2; over 200 of them it was 1.09 at most.
+    folded = plain = 0.0
+    for seed in range(40):
+        torch.manual_seed(seed)
+        module = make(heads).to(dtype)
+        x = torch.randn(2, 8, 9, 9).to(dtype)
+        exact = unfolded(copy.deepcopy(module).double(), x.double())
+        with torch.no_grad():
+            folded += (module(x) - exact).square().sum()
+            plain += (unfolded(module, x) - exact).square().sum()
+    assert folded.sqrt() <= 1.2 * plain.sqrt()
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -152,7 +155,7 @@ def test_the_fold_follows_to_and_autocast_dtypes():
 
 
 def test_the_fold_is_made_once_and_changes_no_weight(monkeypatch):
-    from regard.layers import pixel_fold
+    from regard.layers import pixel_attention as pixel_fold
 
     made = []
     fold = pixel_fold.fold

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import regard
-from regard import hardware
-from regard.layers.attend_explain import explain
+from regard import _device as hardware
+from regard.layers.attend import explain
 from regard.layers.qk_norm import QKNorm, largest_logit
 from regard.layers.transformer import SMALL_LOGIT, Attention
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import regard
-from regard.models.create import RESNET_SIZES, VIT_SIZES
+from regard.models.registry import RESNET_SIZES, VIT_SIZES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 OF_BOTH = {"image_size", "channels", "num_classes", "test_flips", "device", "dtype", "self"}

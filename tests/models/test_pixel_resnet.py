@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import regard
-from regard.layers.conv import MatrixConv
-from regard.layers.whitening import WhiteningStem
+from regard.layers.conv import MatrixConv, WhiteningStem
 from regard.models.pixel_resnet import PixelResNet
 
 TINY = {"image_size": 12, "num_classes": 5, "widths": (8, 16), "depth": 2}

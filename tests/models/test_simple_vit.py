@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import regard
-from regard.layers.positions import sincos_2d
+from regard.convert.conversion import convert
+from regard.layers.patch_embed import sincos_2d
 from regard.layers.qk_norm import QKNorm
 from regard.layers.transformer import Attention
-from regard.weights import convert
 
 SMALL = {"patch_size": 4, "dim": 32, "depth": 2, "heads": 3, "mlp_dim": 48, "dim_head": 8}
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import regard
-from regard.layers.conv_stem import ConvStem, halvings
-from regard.layers.patches import keep_some
+from regard.layers.conv import ConvStem, halvings
+from regard.layers.patch_embed import keep_some
 from regard.layers.transformer import Block, drop_path
-from regard.runs.optimizer import block_matrices
+from regard.training.optimizers import block_matrices
 
 SMALL = {"image_size": 16, "patch_size": 4, "num_classes": 3, "dim": 16, "depth": 4, "heads": 2}
 SMALL |= {"mlp_dim": 32, "dim_head": 8}

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from regard import attend
+from regard.layers.attend import attend
 
 
 def left_neighbour(row, column, h, w):

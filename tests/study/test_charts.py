@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from regard.study.charts import Axis, Band, axis, band_shapes, log_marks, panel, short
+from regard.pages.charts import Axis, Band, axis, band_shapes, log_marks, panel, short
 
 
 def test_places_on_a_linear_and_a_logarithmic_axis():

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from regard.errors import InputError
+from regard.interpret.health import attention_health
 from regard.layers.transformer import Attention
-from regard.record import attention_health
-from regard.study.forms import CAP, FORMS, CappedAttention, build, soft_cap
+from regard.study.plan import CAP, FORMS, CappedAttention, build, soft_cap
 
 ARGUMENTS = {"name": "simple-vit-nano/4", "num_classes": 3, "image_size": 8, "channels": 1}
 

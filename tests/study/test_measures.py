@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.study.measures import compare, sensitivity, steps_to, t_95, useful
+from regard.study.findings import compare, sensitivity, steps_to, t_95, useful
 
 LOSSES = st.one_of(st.none(), st.just(math.nan), st.just(math.inf), st.floats(0, 10))
 

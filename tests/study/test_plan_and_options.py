@@ -6,11 +6,9 @@ import re
 import pytest
 
 from regard.errors import InputError
-from regard.study import StudyOptions, study
-from regard.study.folder import Plan, StudyFolder
-from regard.study.plan import Grid, Run, check_same, new_grid
-from regard.study.results import command_of
-from regard.study.study import continued, worker_count
+from regard.study.plan import Grid, Plan, Run, StudyFolder, StudyOptions, check_same, new_grid
+from regard.study.study import continued, study, worker_count
+from regard.study.study_page import command_of
 from tests.study.conftest import settings
 
 

@@ -6,18 +6,16 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from regard.data.open import open_data
+from regard.data.preprocess import Preprocess
 from regard.errors import InputError
-from regard.images import Preprocess, open_data
 from regard.models.simple_vit import SimpleViT
-from regard.runs.reference import COUNT
-from regard.runs.schedule import rate
-from regard.study import StudyOptions
-from regard.study import study as make_study
-from regard.study.folder import Plan, StudyFolder
-from regard.study.forms import build
-from regard.study.plan import Grid, Run
-from regard.study.pool import run_all
+from regard.study.plan import Grid, Plan, Run, StudyFolder, StudyOptions, build
+from regard.study.study import study as make_study
 from regard.study.trial import batch_at, reference_of, trial
+from regard.study.workers import run_all
+from regard.training.calibration import COUNT
+from regard.training.schedule import rate
 from tests.study.test_trial import MODEL, made_up, settings_for
 
 STEM = {**MODEL, "stem": "conv"}

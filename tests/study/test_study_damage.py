@@ -7,9 +7,8 @@ import re
 import pytest
 
 from regard.errors import InputError
-from regard.study import StudyOptions, study
-from regard.study.folder import Plan, StudyFolder
-from regard.study.plan import Grid
+from regard.study.plan import Grid, Plan, StudyFolder, StudyOptions
+from regard.study.study import study
 from tests.study.conftest import result, settings
 
 GRID = Grid(("adamw",), ("none", "unit"), (0.01, 0.1), 1)

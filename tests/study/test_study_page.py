@@ -6,9 +6,8 @@ import shutil
 
 import pytest
 
-from regard.study.figures import band
-from regard.study.page import study_page
-from regard.study.summary import summarise
+from regard.study.findings import summarise
+from regard.study.study_page import band, study_page
 from tests.study.conftest import result
 
 COMMAND = "regard study '<img src=x onerror=alert(1)>'"

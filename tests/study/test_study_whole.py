@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from regard.study import StudyOptions, study
-from regard.study.folder import StudyFolder
-from regard.study.pool import Said, WorkerFailed, run_all
+from regard.study.plan import StudyFolder, StudyOptions
+from regard.study.study import study
+from regard.study.workers import Said, WorkerFailed, run_all
 
 SMALL = {"steps": 20, "forms": "none,unit", "rates": "1e-3,1e-2", "seeds": 1, "images": 64}
 
@@ -21,7 +21,8 @@ SMALL = {"steps": 20, "forms": "none,unit", "rates": "1e-3,1e-2", "seeds": 1, "i
 def test_a_study_is_whole_killed_and_extended(tmp_path):
     out = tmp_path / "study"
     code = (
-        "from regard.study import StudyOptions, study\nfrom pathlib import Path\n"
+        "from pathlib import Path\nfrom regard.study.plan import StudyOptions\n"
+        "from regard.study.study import study\n"
         f"study(StudyOptions(out=Path({str(out)!r}), workers=1, **{SMALL!r}))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
@@ -93,7 +94,7 @@ def test_a_failure_in_a_worker_is_ours_and_loud(tmp_path):
 
 def test_a_study_says_how_long_it_takes_but_not_too_often(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("regard.study.pool.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("regard.study.workers.time.monotonic", lambda: now[0])
     said = []
     progress = Said(said.append, total=100, runs=4)
     for done, at in ((1, 5), (25, 40), (26, 45), (50, 80)):
@@ -106,7 +107,7 @@ def test_a_study_says_how_long_it_takes_but_not_too_often(monkeypatch):
 
 
 def test_workers_have_one_thread():
-    from regard.study.pool import environment
+    from regard.study.workers import environment
 
     assert environment()["OMP_NUM_THREADS"] == "1"
     assert environment()["PYTHONPATH"].split(os.pathsep)[0].endswith("src")

@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from regard.study.findings import conclusion, headline, sentences
-from regard.study.summary import summarise
-from regard.study.tables import comparison_table
+from regard.study.findings import conclusion, headline, sentences, summarise
+from regard.study.study_page import comparison_table
 
 NOISE = (-0.01, 0.0, 0.01)
 

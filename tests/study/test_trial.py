@@ -9,13 +9,22 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from regard.images import Data, Preprocess, TrainBatches, open_data
-from regard.runs.schedule import rate
+from regard.data.batches import TrainBatches
+from regard.data.dataset import Data
+from regard.data.open import open_data
+from regard.data.preprocess import Preprocess
 from regard.study import trial as trials
-from regard.study.forms import build
-from regard.study.pictures import Pictures, read_pictures
-from regard.study.plan import Run, Settings
-from regard.study.trial import batch_at, due, gradient_norm, smoothed, trial
+from regard.study.plan import Run, Settings, build
+from regard.study.trial import (
+    Pictures,
+    batch_at,
+    due,
+    gradient_norm,
+    read_pictures,
+    smoothed,
+    trial,
+)
+from regard.training.schedule import rate
 
 MODEL = {"name": "simple-vit-nano/4", "num_classes": 2, "image_size": 8, "channels": 1, "depth": 2}
 

@@ -6,8 +6,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from regard._device import is_traced, may_overwrite
 from regard.errors import InputError, nearest
-from regard.hardware import is_traced, may_overwrite
 from regard.layers.checks import count
 
 Form = Literal["unit", "rms", "layer"]

@@ -1,13 +1,43 @@
-"""Pre-norm transformer blocks whose attention is `attend`."""
+"""Linear layers and layer norms that compute in their input's dtype, whatever their weights'."""
 
 import torch
 from torch import Tensor, nn
 
-from regard.hardware import may_overwrite
-from regard.layers.attend import attend
-from regard.layers.attend_choice import rounds_faster
-from regard.layers.linear import LayerNorm, Linear
+from regard._device import autocasts, may_overwrite
+from regard.layers.attend import attend, rounds_faster
 from regard.layers.qk_norm import Form, QKNorm, largest_logit, logit_scale
+
+
+def _as(value: Tensor | None, x: Tensor) -> Tensor | None:
+    # Autocast casts by itself, and a cast before it would be one too many.
+    if value is None or value.dtype == x.dtype or autocasts(x.device.type):
+        return value
+    return value.to(x.dtype)
+
+
+class Linear(nn.Linear):
+    """x Wᵀ + b with W and b in x's dtype.
+
+    Half-precision weights meet float32 tokens where the CPU has no half-precision instructions
+    (`regard.hardware`): the products are then exact, and many times faster.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = _as(self.weight, x)
+        assert weight is not None
+        return nn.functional.linear(x, weight, _as(self.bias, x))
+
+
+class LayerNorm(nn.LayerNorm):
+    """(x - mean) / √(var + 1e-5) · γ + β over the last dimension, with γ and β in x's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = _as(self.weight, x), _as(self.bias, x)
+        return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+# Pre-norm transformer blocks whose attention is `attend`.
+
 
 # A bfloat16 number below this is within 2⁻⁸ of what it rounds, and e to it within 0.4%: as much as
 # the softmax's weights lose in bfloat16 themselves.

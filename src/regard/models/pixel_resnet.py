@@ -9,11 +9,9 @@ from torch import Tensor, nn
 
 from regard.errors import InputError
 from regard.layers.checks import check_images, count, flag, pair
-from regard.layers.conv import ConvStage, MatrixConv
+from regard.layers.conv import ConvStage, MatrixConv, WhiteningStem
 from regard.layers.pixel_attention import PixelAttention
-from regard.layers.whitening import WhiteningStem
-from regard.models.calibration import check_batch, take_statistics
-from regard.models.mirror import answered
+from regard.models.classifier import answered, check_batch, take_statistics
 
 LARGEST_UNSTRIDED = 64
 

@@ -7,17 +7,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from regard._device import native_products, working_dtype
 from regard.errors import InputError
-from regard.hardware import native_products, working_dtype
 from regard.layers.checks import check_images, count, flag, pair, share
-from regard.layers.conv_stem import ConvStem
-from regard.layers.linear import LayerNorm, Linear
-from regard.layers.patches import check_divisible, keep_some, patchify
-from regard.layers.positions import check_position_dim, sincos_2d_once
+from regard.layers.conv import ConvStem
+from regard.layers.patch_embed import (
+    check_divisible,
+    check_position_dim,
+    keep_some,
+    patchify,
+    sincos_2d_once,
+)
 from regard.layers.qk_norm import Form, check_form
-from regard.layers.transformer import Block
-from regard.models.calibration import check_batch, take_statistics
-from regard.models.mirror import answered
+from regard.layers.transformer import Block, LayerNorm, Linear
+from regard.models.classifier import answered, check_batch, take_statistics
 
 Size = int | tuple[int, int]
 Stem = Literal["patch", "conv"]

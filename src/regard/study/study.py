@@ -11,22 +11,30 @@ from typing import Any
 
 from torch import nn
 
-from regard.devices import pick_device
+from regard._device import pick_device
+from regard.data.dataset import Data
+from regard.data.open import open_data
+from regard.data.preprocess import Preprocess
 from regard.errors import InputError, counted
-from regard.images import Data, Preprocess, open_data
-from regard.models.create import create
-from regard.runs.folder import RunFolder
-from regard.runs.presets import side_for
-from regard.runs.reporter import Reporter
-from regard.runs.stop import Interrupted
-from regard.study.findings import conclusion
-from regard.study.folder import Plan, StudyFolder
-from regard.study.options import StudyOptions
-from regard.study.pictures import Pictures, read_pictures
-from regard.study.plan import DEFAULTS, Settings, asked, check_same, new_grid
-from regard.study.pool import Said, cores, run_all
-from regard.study.results import write_results
-from regard.study.summary import Summary, summarise
+from regard.models.registry import create
+from regard.study.findings import Summary, conclusion, summarise
+from regard.study.plan import (
+    DEFAULTS,
+    Plan,
+    Settings,
+    StudyFolder,
+    StudyOptions,
+    asked,
+    check_same,
+    new_grid,
+)
+from regard.study.study_page import write_results
+from regard.study.trial import Pictures, read_pictures
+from regard.study.workers import Said, cores, run_all
+from regard.training.loggers import Reporter
+from regard.training.presets import side_for
+from regard.training.run_folder import RunFolder
+from regard.training.stop import Interrupted
 
 MOST_ON_DEVICE = 4  # an accelerator is shared by so many runs at most
 

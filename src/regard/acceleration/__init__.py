@@ -1,0 +1,1 @@
+"""Other projects' models with our attention, and back."""

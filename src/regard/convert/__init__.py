@@ -1,0 +1,1 @@
+"""Other projects' weights: key maps, conversion, verification."""

@@ -1,0 +1,1 @@
+"""Files to batches: sources, the decoder, preprocessing, augmentation, batches, inspection."""

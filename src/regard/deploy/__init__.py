@@ -1,1 +1,0 @@
-"""A run folder to something shipped: predictions, exported files."""
